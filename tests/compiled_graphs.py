@@ -46,9 +46,9 @@ class _CopiedOut(InPlacePlan):
     of a host's own lowering have vectors.
     """
 
-    def bind(self, buffers: Buffers) -> Run:
+    def bind(self, buffers: Buffers, *tick: Any) -> Run:
         with config.patch({"cpp.simdlen": config.cpp.simdlen or 1}):
-            run = super().bind(buffers)
+            run = super().bind(buffers, *tick)
         assert not any(text in self.branches for text in ("does not show", "not known")), self.branches
         if self.timeline.lanes > 1:
             every = (buffers.slots, buffers.inputs, buffers.constants)
@@ -76,7 +76,7 @@ def graph_of(
     program = fcg.graph_step(train_step, lowering="aten").lower(state, batch).program
     if prepared:
         prepare(program, large=1)
-    plan = schedule(program, fuse=False)
+    plan = schedule(program, fuse=())
     entrance = Entrance.of(program, plan, writes=plan.commits)
     values = dict(zip(program.slots, state._lease.arena.slots, strict=True))
     given = [values[var].clone() for var in entrance.slots]

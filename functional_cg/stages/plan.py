@@ -85,10 +85,6 @@ class ExecutionPlan(Protocol):
         """Return the plan as source code."""
         ...
 
-    def named_calls(self) -> Mapping[str, Instr]:
-        """Return the calls by the names that inductor's kernels have for them; empty if it compiles no whole step."""
-        ...
-
 
 class AtenPlan:
     """Runs the traced ATen calls one by one, in a generated function with all names bound.
@@ -117,9 +113,6 @@ class AtenPlan:
 
     def as_text(self) -> str:
         return self._source
-
-    def named_calls(self) -> Mapping[str, Instr]:
-        return {}
 
     def bind(
         self,

@@ -8,7 +8,7 @@ leaves the state unchanged.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from .passes.fused import read_arguments, written_pairs
@@ -45,19 +45,18 @@ class Schedule:
     written_constants: set[int] = field(default_factory=set)
 
 
-def schedule(program: Program, *, fuse: Callable[[Instr], bool] | bool = True) -> Schedule:
+def schedule(program: Program, *, fuse: Collection[Instr] | None = None) -> Schedule:
     """Split a program into a head and a tail.
 
     Args:
       program: The traced step.
-      fuse: Whether fused optimizer ops may write their slots in place; or which of them.
+      fuse: The fused optimizer ops that may write their slots in place; None for all.
     """
     plan = Schedule(live_instrs(program))
     plan.outputs = program.results
     targets = [*program.slots, *(known.var for known in program.ranges)]
     in_slots = {var.storage for var in targets}
-    if fuse:
-        _move_fused(program, plan, fuse if callable(fuse) else bool)
+    _move_fused(program, plan, fuse)
     done = {var for instr in plan.fused for var in instr.outputs()}
     plan.commits = [(old, new) for old, new in program.updates if new not in done]
     plan.staged = {old for old, new in plan.commits if new.storage in in_slots}
@@ -71,7 +70,7 @@ def schedule(program: Program, *, fuse: Callable[[Instr], bool] | bool = True) -
     return plan
 
 
-def _move_fused(program: Program, plan: Schedule, which: Callable[[Instr], bool]) -> None:
+def _move_fused(program: Program, plan: Schedule, which: Collection[Instr] | None) -> None:
     """Move fused optimizer calls to the tail if their results go to the same slots that they read."""
     slots = {*program.slots, *(known.var for known in program.ranges)}
     readers = Counter(var for instr in plan.head for var in set(instr.inputs()))
@@ -88,7 +87,7 @@ def _move_fused(program: Program, plan: Schedule, which: Callable[[Instr], bool]
     candidates = {}
     for instr in plan.head:
         pairs = written_pairs(instr)
-        if pairs and which(instr) and all(fits(*pair) for pair in pairs):
+        if pairs and (which is None or instr in which) and all(fits(*pair) for pair in pairs):
             candidates[instr] = {source for _, source, result in pairs if result in goals}
     written = {var.storage for own in candidates.values() for var in own}
     written_later: set[int] = (

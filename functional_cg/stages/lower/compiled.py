@@ -9,7 +9,7 @@ writes no slot, and ATen calls commit what it returns.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -108,7 +108,7 @@ def in_parts(
       in_place: Whether the compiled functions write the slots.
     """
     write_out_of_place(program)
-    plan = schedule(program, fuse=not in_place)
+    plan = schedule(program, fuse=() if in_place else None)
     parts = parts_of(program, plan, in_place=in_place)
     return None if parts is None else PartsPlan(program, device, plan, parts, compiler, reference)
 
@@ -207,9 +207,6 @@ class HeadPlan:
 
     def as_text(self) -> str:
         return f"{self._head.graph.code}\n{self._aten.as_text()}"
-
-    def named_calls(self) -> Mapping[str, Instr]:
-        return {}
 
     def bind(self, buffers: Buffers) -> Run:
         if self._head.compiled is None:

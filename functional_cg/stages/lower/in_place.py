@@ -21,7 +21,7 @@ from ..fx_passes.canonical import pick_by_comparison
 from ..fx_passes.cross_entropy import join_gradients
 from ..fx_passes.logits import has_large_logits, read_targets_first
 from ..fx_passes.products import batch_gradients
-from ..passes.fused import in_place, is_light, split_light
+from ..passes.fused import in_place, split_light
 from ..passes.rewrite import clears, range_tensor
 from ..plan import Before, Buffers, Run, evaluate
 from ..program import Instr, Program, Var
@@ -59,13 +59,12 @@ class InPlacePlan:
         self._program, self._device, self._spread = program, device, spread
         self._in_order, self._small = collects(program), is_small(program)
         # Where launches are what counts, the compiler launches updates together; on lanes, they run beside the others.
-        apart = spread is None and not self._small
-        if apart:
-            split_light(program)
-        self.schedule = plan = schedule(program, fuse=is_light if apart else False)
+        light = split_light(program) if spread is None and not self._small else set()
+        self.schedule = plan = schedule(program, fuse=light)
         born = {var for instr in plan.head for var in instr.outputs()}
         read = (var for instr in plan.fused for var in instr.inputs())
         self._handed_on = [var for var in dict.fromkeys(read) if var in born]
+        self._light = {f"{instr.name}_.{number}": instr for number, instr in enumerate(plan.fused)}
         given: Any = {"handed_on": self._handed_on, "writes": plan.commits}
         self._entrance = Entrance.of(program, plan, **given)
         self._graph = build_graph(program, plan, self._entrance, **given)
@@ -84,16 +83,23 @@ class InPlacePlan:
         return str(self._graph.code)
 
     def named_calls(self) -> Mapping[str, Instr]:
-        return calls_of(self._graph.graph)
+        """Return the calls by the names that inductor's kernels have for them, or that :meth:`bind` tells."""
+        return {**calls_of(self._graph.graph), **self._light}
 
-    def bind(self, buffers: Buffers) -> Run:
+    def bind(self, buffers: Buffers, tick: Callable[[str], None] = lambda _: None) -> Run:
+        """Bind the plan to buffers.
+
+        Args:
+          buffers: The buffers.
+          tick: What to call before each call that updates small leaves, with its name.
+        """
         arguments, after = self._arguments(buffers)
         if self._compiled is None:
             with ordinary():
                 without_gradients()
                 self._compiled = self._beside(arguments, padded=bool(after)) or self._in_line(arguments)
         compiled, count = self._compiled, len(self.schedule.outputs)
-        update = self._updates(buffers)
+        update = self._updates(buffers, tick)
 
         def run(before: Before) -> Sequence[Tensor]:
             with ordinary():
@@ -131,17 +137,19 @@ class InPlacePlan:
         # Not part of the graph, where writing to some elements of a result would copy it.
         return arguments, clears(self._program, ranges)
 
-    def _updates(self, buffers: Buffers) -> Callable[[Sequence[Tensor]], Sequence[Callable[[], Any]]]:
+    def _updates(
+        self, buffers: Buffers, tick: Callable[[str], None]
+    ) -> Callable[[Sequence[Tensor]], Sequence[Callable[[], Any]]]:
         """Return what makes the calls of the light updates, given the values that the function hands on."""
-        program, handed_on, light = self._program, self._handed_on, self.schedule.fused
+        program, handed_on = self._program, self._handed_on
         known = arguments_of(program, self._entrance, buffers)[1]
         known |= zip(program.inputs, buffers.inputs, strict=True)
         known |= zip((c.var for c in program.constants), buffers.constants, strict=True)
-        calls = [replace(instr, op=in_place(instr.op)) for instr in light]
+        calls = [(partial(tick, name), replace(c, op=in_place(c.op))) for name, c in self._light.items()]
 
         def update(values: Sequence[Tensor]) -> Sequence[Callable[[], Any]]:
             every = {**known, **dict(zip(handed_on, values, strict=False))}
-            return [partial(evaluate, call, every.__getitem__) for call in calls]
+            return [act for told, call in calls for act in (told, partial(evaluate, call, every.__getitem__))]
 
         return update
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -90,9 +90,6 @@ class PartsPlan:
         pairs = zip(self._heads, self.times, strict=True)
         texts = [f"{head}, which runs {count(times, 'time')}:\n{head.graph.code}" for head, times in pairs]
         return "\n".join([*texts, self._aten.as_text()])
-
-    def named_calls(self) -> Mapping[str, Instr]:
-        return {}  # a kernel of a shared function stands for the calls of several parts
 
     def bind(self, buffers: Buffers) -> Run:
         # A compiled kernel may take a CPU scalar as if it were on the device.

@@ -7,7 +7,7 @@ call does not take longer with more micro-batches, and memory is allocated and f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -186,9 +186,6 @@ class RegionsPlan:
 
     def as_text(self) -> str:
         return "\n".join([*(f"{head}:\n{head.graph.code}" for head in self._heads), self._aten.as_text()])
-
-    def named_calls(self) -> Mapping[str, Instr]:
-        return {}
 
     def bind(self, buffers: Buffers) -> Run:
         for head, inputs in self._heads.items():

@@ -1,12 +1,14 @@
 """Fused optimizer ops, such as ``_fused_adamw``: what they read and write, their in-place forms, and their light parts.
 
-A light part is a call on small leaves alone. Its own kernel updates dozens of leaves in a launch, where a compiler
-writes a kernel for each of them: that takes it longer, and the device, too. For large leaves the compiler's kernels are
-faster, since they compute the last calls of the gradient, a cast at least, in the same pass.
+A light part is a call on small leaves whose gradients come out of reductions, as those of biases and norms do. The op's
+own kernel updates dozens of them in a launch; a compiler writes a kernel for each, which takes it longer, and the
+device, too. It is left what needs a kernel in any case: a cast of what a product or a convolution makes, a clip.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,12 +16,13 @@ import torch
 from ...tensors.aten import FUSED, named_arguments
 from ..program import Instr, Program, Var, vars_in
 from .list_calls import at_places, group_size
+from .min_cut import is_fused
 
-__all__ = ["in_place", "is_light", "read_arguments", "split_light", "written_pairs"]
+__all__ = ["in_place", "read_arguments", "split_light", "written_pairs"]
 
-_LIGHT = (
-    2**16
-)  # elements: an update takes as long as its launch, and a gradient's trip through memory half of that
+_CAST = torch.ops.aten._to_copy.default
+# Elements; the update of so many takes no longer than its launch, and their trip through memory half of that.
+_LIGHT = 2**16
 _FEW = 4  # leaves that are not worth a launch of their own
 
 
@@ -50,19 +53,38 @@ def in_place(op: Any) -> Any:
     return getattr(getattr(torch.ops.aten, name), op._overloadname)
 
 
-def is_light(instr: Instr) -> bool:
-    """Whether a fused optimizer op updates small leaves alone."""
-    return all(leaf.spec.numel <= _LIGHT for leaf in instr.args[0])
+def split_light(program: Program) -> set[Instr]:
+    """Split the fused optimizer ops of a program into light parts and others; return the light ones."""
+    makers = {var: instr for instr in program.instrs for var in instr.outputs()}
+    readers = Counter(var for instr in program.instrs for var in set(instr.inputs()))
+    instrs, light = list[Instr](), set[Instr]()
+    for instr in program.instrs:
+        places: list[int] = []
+        if written_pairs(instr) and group_size(instr):
+            pairs = enumerate(zip(*instr.args[:2], strict=True))
+            places = [n for n, (leaf, grad) in pairs if _is_light(leaf, grad, makers, readers)]
+        if len(places) <= _FEW:
+            instrs.append(instr)
+            continue
+        apart = at_places(instr, places)
+        light.add(apart)
+        others = [place for place in range(group_size(instr)) if place not in set(places)]
+        instrs += [apart, at_places(instr, others)] if others else [apart]
+    program.instrs = instrs
+    return light
 
 
-def split_light(program: Program) -> None:
-    """Split the fused optimizer ops of a program into light parts and others."""
-    program.instrs = [part for instr in program.instrs for part in _parts(instr)]
-
-
-def _parts(instr: Instr) -> list[Instr]:
-    if not written_pairs(instr) or not group_size(instr):
-        return [instr]
-    light = [place for place, leaf in enumerate(instr.args[0]) if leaf.spec.numel <= _LIGHT]
-    heavy = [place for place in range(len(instr.args[0])) if place not in light]
-    return [at_places(instr, places) for places in (light, heavy)] if heavy and len(light) > _FEW else [instr]
+def _is_light(leaf: Var, grad: Var, makers: Mapping[Var, Instr], readers: Mapping[Var, int]) -> bool:
+    """Whether a leaf is small, and the kernel that computes its gradient ends with it."""
+    if leaf.spec.numel > _LIGHT:
+        return False
+    passed = False
+    while (maker := makers.get(grad)) is not None:
+        if not maker.is_view and not (maker.by_element or maker.op is _CAST):
+            return not group_size(maker) and (is_fused(maker) or not passed)
+        passed |= not maker.is_view
+        sources = [var for var in maker.inputs() if var.spec.numel == grad.spec.numel]
+        if len(sources) != 1 or readers[sources[0]] > 1:
+            return False
+        (grad,) = sources
+    return False

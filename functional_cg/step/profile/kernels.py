@@ -16,7 +16,7 @@ from typing import Any, Self
 
 __all__ = ["Kernel", "Launches", "kernels"]
 
-Line = tuple[str, int]
+Line = tuple[str, int] | str  # of a file; or the name of a call outside of the generated source
 
 _NODES = re.compile(r"\s*# .*Source Nodes: \[(.*?)\], Original ATen:")
 _CALLED = re.compile(r"(?:[\w, ]+ = )?([\w.]+)\(")
@@ -50,7 +50,7 @@ class Launches:
     Attributes:
       tick: What to call before each line.
       leave: What to call where that source is left.
-      lines: What runs after each of these calls; None outside of the generated source.
+      lines: What runs after each of these calls; None for what has no name.
     """
 
     tick: Callable[[], None]
@@ -59,6 +59,7 @@ class Launches:
     _before: Any = None
 
     def __enter__(self) -> Self:
+        self.lines.clear()
         self._before = sys.gettrace()
         sys.settrace(self._enters)
         return self
@@ -67,6 +68,12 @@ class Launches:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         sys.settrace(self._before)
+        if self.lines and self.lines[-1] is not None:
+            self._at(None)
+
+    def call(self, name: str) -> None:
+        """Tick before a call outside of the generated source."""
+        self._at(name)
 
     def _enters(self, frame: FrameType, event: str, value: Any) -> Any:
         code = frame.f_code
@@ -75,9 +82,12 @@ class Launches:
 
     def _runs(self, frame: FrameType, event: str, value: Any) -> Any:
         if event in ("line", "return"):
-            self.lines.append((frame.f_code.co_filename, frame.f_lineno) if event == "line" else None)
-            (self.tick if event == "line" else self.leave)()
+            self._at((frame.f_code.co_filename, frame.f_lineno) if event == "line" else None)
         return self._runs
+
+    def _at(self, line: Line | None) -> None:
+        self.lines.append(line)
+        (self.leave if line is None else self.tick)()
 
 
 def kernels(lines: Iterable[Line | None], seconds: Iterable[float]) -> list[Kernel]:
@@ -91,6 +101,9 @@ def kernels(lines: Iterable[Line | None], seconds: Iterable[float]) -> list[Kern
     found = []
     for line, took in zip(lines, seconds, strict=True):
         if line is None or not took:
+            continue
+        if isinstance(line, str):
+            found.append(Kernel(line, (line,), took))
             continue
         file, number = line
         if file not in comments:

@@ -14,6 +14,7 @@ from ...call.signature import Call
 from ...call.staging import Staging
 from ...messages.source import Location
 from ...shards.peers import among, together
+from ...stages.lower.in_place import InPlacePlan
 from ...stages.plan import Buffers, lower_aten
 from ...stages.program import Instr, Program
 from ...stages.schedule import Schedule
@@ -56,12 +57,13 @@ def profile_of(call: Call, lowered: Lowered) -> Profile:
     constants = [c.value.to(c.var.spec.device, copy=True) for c in program.constants]
     buffers = Buffers(slots, staging.slots, constants)
     unchecked, where = lowered.reference.unchecked.slots, (device, call.function)
-    named = lowered.plan.named_calls() if os.environ.get("FCG_PROFILE_KERNELS") == "1" else {}
+    compiled = lowered.plan
     with among(mesh, call.function):
-        if named:
-            a_call, inputs, lines, parts = times_of_lines(lowered.plan, buffers, unchecked, copy_in, where)
+        if isinstance(compiled, InPlacePlan) and os.environ.get("FCG_PROFILE_KERNELS") == "1":
+            named = compiled.named_calls()
+            a_call, inputs, lines, parts = times_of_lines(compiled, buffers, unchecked, copy_in, where)
             found = [(one, _calls_of(one, named)) for one in kernels(lines, parts)]
-            schedule, times = lowered.plan.schedule, _shared(found)
+            schedule, times = compiled.schedule, _shared(found)
             times[_INPUTS] = inputs
         else:
             plan, found = lower_aten(program, timed=True), []

@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...errors import CaptureError
+from ...stages.lower.in_place import InPlacePlan
 from ...stages.plan import AtenPlan, Buffers, ExecutionPlan, quiet
 from ...stages.run.capture import backend_for, scratch
 from .kernels import Launches, Line
@@ -106,7 +107,7 @@ def times_of(
 
 
 def times_of_lines(
-    plan: ExecutionPlan, buffers: Buffers, unchecked: Sequence[bool], copy_in: Act, where: Where
+    plan: InPlacePlan, buffers: Buffers, unchecked: Sequence[bool], copy_in: Act, where: Where
 ) -> tuple[float, float, list[Line | None], list[float]]:
     """Return the seconds of a replay of a compiled step, and those of the lines that launch its kernels.
 
@@ -114,18 +115,20 @@ def times_of_lines(
 
     Returns:
       (call, inputs, lines, parts): seconds of a replay, of the copies of its inputs, and of each line; a line is None
-      for what runs outside of the source that inductor generates, which has no time on a GPU.
+      for what runs elsewhere and has no name, which has no time on a GPU.
     """
     lines: list[Line | None] = []
     with _replaying(plan, buffers, unchecked, copy_in, where) as call:
-        run = plan.bind(buffers)
 
         def on_clock(clock: _Clock) -> Act:
+            launches = Launches(clock, clock.pause)
+            run = plan.bind(buffers, launches.call)
+
             def once() -> None:
                 clock()
                 copy_in()
                 clock.pause()  # the profiler's ranges may not overlap those that torch opens around the lines
-                with Launches(clock, clock.pause) as launches:
+                with launches:
                     run(())
                 lines[:] = [None, *launches.lines][:-1]
 
