@@ -19,44 +19,51 @@ from ..tensors.aten import unwrapped
 __all__ = ["ATTENTION", "attention_for"]
 
 ATTENTION = "fcg::scaled_dot_product_dropout_attention"
-_WIDTHS = frozenset({16, 32, 64, 128})
-_NUMBERS_OF_A_BLOCK = 8  # of Philox, each of 16 bits
+_WIDEST = 256  # wider heads do not fit in the registers of a GPU
 _RATES = 0.01, 0.99  # between which dropout takes 16 bits a weight
 
 _LIBRARY = torch.library.Library("fcg", "FRAGMENT")
-_HOW = "int stream, int dropped, float kept_scale, bool is_causal, float scale"
+_HOW = "int stream, int dropped, float kept_scale, bool is_causal, float scale, bool keeps"
 _LIBRARY.define(
     "scaled_dot_product_dropout_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor draws, "
-    f"{_HOW}) -> (Tensor, Tensor)",
+    f"{_HOW}) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
     "scaled_dot_product_dropout_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, "
-    f"Tensor? mask, Tensor draws, Tensor out, Tensor sums, {_HOW}) -> (Tensor, Tensor, Tensor)",
+    f"Tensor? mask, Tensor draws, Tensor out, Tensor sums, Tensor kept, {_HOW}) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
-def _cuda(*args: Any) -> tuple[Tensor, Tensor]:
+def _cuda(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     # Imported at the first call on CUDA: CPU builds of torch come without triton.
-    from functional_cg.random.attention_triton import attention_cuda
+    from functional_cg.random.attention_launch_triton import attention_cuda
 
     return attention_cuda(*args)
 
 
 def _backward_cuda(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from functional_cg.random.attention_triton import attention_backward_cuda
+    from functional_cg.random.attention_launch_triton import attention_backward_cuda
 
     return attention_backward_cuda(*args)
 
 
-def _fake(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    return _by_query(query), query.new_empty((2, *query.shape[:3]), dtype=torch.float32)
+def _fake(query: Tensor, key: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    batch, heads, queries, _ = query.shape
+    words = (batch, heads, _words(key), queries) if args[-1] else (0,)
+    sums = query.new_empty((2, batch, heads, queries), dtype=torch.float32)
+    return _by_query(query), sums, query.new_empty(words, dtype=torch.int32)
 
 
 def _backward_fake(grad: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = map(_by_query, given[:3])
     return query, key, value
+
+
+def _words(key: Tensor) -> int:
+    """Of 32 bits, for the weights of one query."""
+    return -(-key.shape[2] // 32)
 
 
 def _by_query(like: Tensor) -> Tensor:
@@ -75,8 +82,9 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, draws: Tensor, *how: Any
     ) -> Tensor:
-        out, sums = torch.ops.fcg.scaled_dot_product_dropout_attention(query, key, value, mask, draws, *how)
-        ctx.save_for_backward(query, key, value, mask, draws, out, sums)
+        given = query, key, value, mask, draws
+        out, sums, kept = torch.ops.fcg.scaled_dot_product_dropout_attention(*given, *how)
+        ctx.save_for_backward(*given, out, sums, kept)
         ctx.how = how
         return out  # type: ignore[no-any-return]
 
@@ -108,8 +116,9 @@ def attention_for(
 ) -> Callable[[Tensor, int], Tensor] | None:
     """Return ``attend(key, stream)`` for the arguments of ``scaled_dot_product_attention``; None if no kernel fits.
 
-    It fits half-precision tensors on a GPU of [batch, heads, length, 16, 32, 64 or 128], with a multiple of 8 keys,
-    where torch may choose a fused kernel, too. It has one derivative, and none in forward mode or under ``vmap``.
+    It fits tensors on a GPU of [batch, heads, length, at most 256], but not of double precision, where torch may choose
+    a fused kernel, too. It has one derivative, and none in forward mode or under ``vmap``. What does not fit is left to
+    the caller, who draws the same mask for the math backend, and holds all weights.
     """
     rates = _RATES[0] <= dropout_p <= _RATES[1]
     given = [query, key, value, *([] if attn_mask is None else [attn_mask])]
@@ -121,10 +130,12 @@ def attention_for(
         return None
     mask = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    # The backward needs to know which weights stay, a bit each; where those are larger than the query, it draws them.
+    keeps = 4 * _words(key) <= query.shape[3] * query.element_size()
 
     def attend(draws: Tensor, stream: int) -> Tensor:
         dropped = round((1 - (1 - dropout_p)) * 65536)  # as `native_dropout` is drawn
-        how = stream, dropped, 1 / (1 - dropout_p), bool(is_causal), float(factor)
+        how = stream, dropped, 1 / (1 - dropout_p), bool(is_causal), float(factor), keeps
         return _Attention.apply(query, key, value, mask, draws, *how)  # type: ignore[no-any-return]
 
     return attend
@@ -162,14 +173,13 @@ def _as_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    if query.dtype not in (torch.bfloat16, torch.float16) or query.dim() != 4:
+    if query.dtype not in (torch.bfloat16, torch.float16, torch.float32) or query.dim() != 4:
         return False
     shape = (*query.shape[:2], *key.shape[2:3], query.shape[3])
     return (
         key.shape == value.shape == shape
         and query.dtype == key.dtype == value.dtype
-        and query.shape[3] in _WIDTHS
-        and shape[2] % _NUMBERS_OF_A_BLOCK == 0
+        and 0 < query.shape[3] <= _WIDEST
         and bool(query.numel())
         and bool(key.numel())
     )
