@@ -102,6 +102,24 @@ def test_what_a_checked_slot_becomes_is_checked_too() -> None:
         state, _ = step(state, torch.randn(3))
 
 
+def test_the_mask_that_attention_draws_is_not_checked() -> None:
+    """Else its bits, which the backward reads, would make all weights before it checked: a copy of each at a warm-up."""
+    attention = torch.ops.fcg.scaled_dot_product_dropout_attention
+
+    def loss_of(x: Tensor, key: Tensor) -> Tensor:
+        how = 0, 6554, 1 / 0.9, False, 0.125, True
+        out, sums, kept = attention(x, x, x, None, key, *how)
+        return torch.ops.fcg.scaled_dot_product_dropout_attention_backward(
+            out, x, x, x, None, key, out, sums, kept, *how
+        )[0].sum()
+
+    x, key = torch.ones(1, 2, 64, 64), torch.tensor([1, 2])
+    step = fcg.graph_step(
+        lambda state, x, key: ({"w": state["w"] * 2}, loss_of(x * state["w"], key)), backend=Simulator()
+    )
+    assert step.lower({"w": x}, x, key).reference.unchecked == Unchecked((True,), (True, True))
+
+
 @compiled
 def test_no_step_is_tried_on_values_that_its_calls_refuse(compiled_on: str) -> None:
     """Zeros would end the process: a division of integers by zero on the host, a row before the first one on a GPU."""

@@ -33,9 +33,12 @@ _STRICT = (
     "_assert_async",
 )
 _DIVISIONS = ("div", "floor_divide", "remainder", "fmod")
-# Calls that accept any integers although they are not elementwise.
+# Calls that accept any integers although they are not elementwise; for attention, they are keys and bits of a mask.
 _CASTS = frozenset({"_to_copy", "copy_"})
-_LENIENT = _CASTS | frozenset("cat stack sum cumsum amax amin any all max min repeat sort".split())
+_LENIENT = _CASTS | frozenset(
+    "cat stack sum cumsum amax amin any all max min repeat sort"
+    " scaled_dot_product_dropout_attention scaled_dot_product_dropout_attention_backward".split()
+)
 _OURS = frozenset({"aten", "prims", "fcg", "_c10d_functional", "c10d_functional"})
 
 
