@@ -103,7 +103,7 @@ def test_what_a_checked_slot_becomes_is_checked_too() -> None:
 
 
 def test_the_mask_that_attention_draws_is_not_checked() -> None:
-    """Else its bits, which the backward reads, would make all weights before it checked: a copy of each at a warm-up."""
+    """Else its bits, which the backward reads, would make all weights checked: a warm-up would copy them."""
     attention = torch.ops.fcg.scaled_dot_product_dropout_attention
 
     def loss_of(x: Tensor, key: Tensor) -> Tensor:
