@@ -24,7 +24,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -104,7 +104,12 @@ def outcomes_of_each(
         for folder, args in zip(folders, calls, strict=True):
             (folder / "call").write_bytes(pickle.dumps((function, args)))
         requests = [
-            {"folder": str(folder), "environment": _environment(ranks, device) if launched else {}}
+            {
+                "folder": str(folder),
+                "environment": _environment(ranks, stack.enter_context(_a_port()), device)
+                if launched
+                else {},
+            }
             for folder in folders
         ]
         ends = iter(_server(device).ask({"ranks": ranks, "timeout": timeout, "calls": requests}))
@@ -128,14 +133,20 @@ def on_ranks(ranks: int, function: Callable[..., Any], *args: Any, **options: An
     return [outcome.value for outcome in found]
 
 
-def _environment(ranks: int, device: str) -> dict[str, str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+@contextlib.contextmanager
+def _a_port() -> Iterator[int]:
+    """A port that rank 0 may listen on. Until the ranks have ended, the system gives it to no other socket."""
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # with the store's, which sets it, too
+        kept.bind(("127.0.0.1", 0))
+        yield kept.getsockname()[1]
+
+
+def _environment(ranks: int, port: int, device: str) -> dict[str, str]:
     common = {
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
     }
     return common | (_NCCL if device == "cuda" else {})
