@@ -332,7 +332,6 @@ ALIKE: dict[str, tuple[Any, Callable[[dict[str, Any]], Any]]] = {
         _linked(optim.scale_by_rms(0.99), optim.add_decayed_weights(0.1)),
         lambda p: torch.optim.RMSprop(p.values(), 1e-2, weight_decay=0.1),
     ),
-    "decay behind the rate": (optim.chain(optim.adam(1e-2), optim.add_decayed_weights(0.1)), adam),
     "decay twice": (
         _linked(optim.scale_by_adam(), optim.add_decayed_weights(0.1), optim.add_decayed_weights(0.1)),
         lambda p: torch.optim.AdamW(p.values(), 1e-2, weight_decay=0.1),
