@@ -1276,11 +1276,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), fcg.LayoutError, r"params\['0.weight'\]` has no shape"),
     "meta": (lambda: nn.Linear(3, 3, device="meta"), fcg.LayoutError, r"params\['bias'\]|params\['weight'\]"),
     "sparse": (with_sparse_buffer, fcg.LayoutError, r"buffers\['graph'\]` is torch.sparse_coo"),
-    "cumulative average": (
-        lambda: nn.Sequential(nn.BatchNorm1d(3, momentum=None)).eval(),
-        fcg.HostSyncError,
-        r"`0` \(BatchNorm1d\) has `momentum=None`(.|\n)*`BatchNorm1d\(\.\.\., momentum=0\.1\)`",
-    ),
     "data parallel": (lambda: nn.DataParallel(nn.Linear(3, 3)), TypeError, "inside, `model.module`"),
     "compiled": (lambda: torch.compile(nn.Linear(3, 3)), TypeError, "before `torch.compile`"),
     "scripted": (lambda: torch.jit.script(nn.Linear(3, 3)), TypeError, "before `torch.jit.script`"),
@@ -1303,13 +1298,23 @@ def test_module_that_is_not_pure_is_refused_by_name(case: str) -> None:
         fcg.from_module(make())
 
 
-def test_batch_norm_that_does_not_average_may_have_no_momentum() -> None:
-    module = nn.Sequential(
-        nn.BatchNorm1d(3, momentum=None).eval(), nn.BatchNorm1d(3, momentum=None, track_running_stats=False)
-    )
+@pytest.mark.parametrize("tracks", [True, False])
+@pytest.mark.parametrize("trains", [True, False])
+def test_batch_norm_without_momentum_averages_over_all_batches(*, trains: bool, tracks: bool) -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None, track_running_stats=tracks))
+    module[1].train(trains)
     apply, state = state_of(module)
+    inputs = [torch.randn(4, 3) + n for n in range(6)]
     step = train_step(apply, lowering="aten")
-    assert_replay_equals_eager(step, state, [torch.randn(4, 3) for _ in range(4)])
+    assert_replay_equals_eager(step, state, inputs)
+    state = fcg.place(fcg.fork(state))
+    optimizer = torch.optim.SGD(module.parameters(), 0.0)
+    frozen = fcg.graph_fn(lambda s, x: apply(s.params, s.buffers, x)[1])
+    for x in inputs:
+        state = state.replace(buffers=frozen(state, x))
+        module(x).sum().backward()
+        optimizer.step()
+    assert_trees_all_close(dict(state.buffers), dict(module.named_buffers()), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["forward", "f"])

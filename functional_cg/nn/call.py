@@ -38,7 +38,7 @@ from .attributes import (
     refuse_unmade,
 )
 from .buffers import buffers_set, refuse_changed_buffers, resized_buffers, seal, set_buffers, unset_buffers
-from .observers import on_device
+from .on_device import on_device
 from .refusals import registered_fix
 from .storage import storage_of
 

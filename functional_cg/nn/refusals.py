@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ForeignTensorError, FunctionalCGError, HostSyncError, LayoutError, SideEffectError
+from ..errors import ForeignTensorError, FunctionalCGError, LayoutError, SideEffectError
 from .attributes import COMPILED, plain_tensor
 from .reach import contents, reached_uncopied
 
@@ -23,7 +23,6 @@ _WRAPPERS = (
     ("OptimizedModule", "pass the module before `torch.compile`; a step is compiled as a whole"),
     ("ScriptModule", "pass the module before `torch.jit.script` or `trace`"),
 )
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _HOOKS = ("_backward_pre_hooks", "_backward_hooks")
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
@@ -34,7 +33,6 @@ def refuse_impure(module: nn.Module) -> None:
     Raises:
       TypeError: For wrappers: DDP, FSDP, compiled and scripted modules.
       SideEffectError: For hooks on tensors and on the backward of modules.
-      HostSyncError: For batch norm that averages over all batches.
       LayoutError: For lazy, sparse and meta tensors.
       ForeignTensorError: For tensors that are plain attributes, and functions that reference the module.
     """
@@ -50,8 +48,6 @@ def refuse_impure(module: nn.Module) -> None:
             _refuse_tensor(name, f"{root}[{path!r}]", tensor)
     for place, part in parts:  # after the tensors: a lazy module has a hook
         _refuse_hooks(name, place, part)
-        if part.training or not module.training:  # otherwise it stays in evaluation mode, where it is pure
-            _refuse_cumulative_average(name, place, part)
     _refuse_attributes(name, module)
 
 
@@ -82,16 +78,6 @@ def _refuse_hooks(name: str, place: str, part: nn.Module) -> None:
             rows=rows,
             why="Gradients are taken with respect to the state's tensors, where these hooks would not run.",
             fix="remove them, `handle.remove()`, and change the gradients in the step.",
-        )
-
-
-def _refuse_cumulative_average(name: str, place: str, part: nn.Module) -> None:
-    if isinstance(part, _BATCH_NORMS) and part.momentum is None and part.track_running_stats:
-        raise HostSyncError.of(
-            name,
-            f"{place} has `momentum=None`: it asks for its number of batches on the host.",
-            why="Replay repeats kernels, not Python: the number of the first batch would be taken for ever.",
-            fix=f"give it a momentum, `{type(part).__name__}(..., momentum=0.1)`.",
         )
 
 
