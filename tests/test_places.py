@@ -230,6 +230,7 @@ def read_clone(y: Tensor, t: Tensor) -> Tensor:
         (write_before_it_is_read, fcg.CaptureError, r"y\[t\].clone\(\)"),
         (read_clone, None, ""),
     ],
+    ids=["written", "a view of it written", "read after a write", "a clone"],
 )
 def test_a_copy_never_passes_for_a_view(use: Callable[..., Tensor], error: Any, fixed: str) -> None:
     def both(x: Tensor, t: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ FILES = {
     "footguns": "tests/test_footguns.py",
     "formulas": "tests/test_formulas.py",
     "light": "tests/test_light_updates.py",
+    "places": "tests/test_places.py",
     "fp8": "tests/test_fp8.py",
     "fp8_cuda": "tests/cuda/test_fp8_cuda.py",
     "fp8_on_ranks": "tests/sharding/test_fp8_on_ranks.py",
@@ -963,5 +964,9 @@ HAZARDS = (
          "impossible: on the way to a value nothing is held but where the way begins",
          "second::test_a_step_keeps_nothing_alive_that_the_program_has_replaced",
          "second::test_what_a_step_found_by_a_weak_reference_may_go"),
+    _row(193, 1, "N166 N167",
+         "a row at a number on the device is a copy where PyTorch has a view: it shows old values, or a write is lost",
+         "refused: CaptureError, ReadOnlyError, unless it is put back", "places::test_a_copy_never_passes_for_a_view",
+         "places::test_a_number_on_the_device_is_a_place"),
 )
 # fmt: on
