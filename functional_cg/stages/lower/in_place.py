@@ -22,6 +22,7 @@ from ..fx_passes.cross_entropy import join_gradients
 from ..fx_passes.logits import has_large_logits, read_targets_first
 from ..fx_passes.products import batch_gradients
 from ..passes.fused import in_place, split_light, written_pairs
+from ..passes.list_calls import group_size
 from ..passes.rewrite import clears, range_tensor
 from ..plan import Before, Buffers, Run, evaluate, evaluate_all
 from ..program import Instr, Program, Var
@@ -81,7 +82,10 @@ class InPlacePlan:
             self.branches = "branches: told once it is compiled"
 
     def as_text(self) -> str:
-        return str(self._graph.code)
+        behind = (
+            f"# then {name}: {group_size(one)} leaves, by its own kernel" for name, one in self._light.items()
+        )
+        return "\n".join([str(self._graph.code), *behind])
 
     def named_calls(self) -> Mapping[str, Instr]:
         """Return the calls by the names that inductor's kernels have for them, or that :meth:`bind` tells."""
