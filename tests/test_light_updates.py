@@ -140,8 +140,15 @@ def one_of_them(state: Any, x: Any) -> Any:
     return state.replace(params={**state.params, "a": new.params["a"], "e": new.params["e"]}), metrics
 
 
+def scaled(state: Any, x: Any) -> Any:
+    """A call on the list of all gradients, of which one leaves the step, and one is read again."""
+    grads = fcg.grad(loss_fn)(state.params, x)
+    half = dict(zip(grads, torch._foreach_mul(list(grads.values()), 0.5), strict=True))
+    return state.apply_gradients(half), {"half": half["h"], "twice": half["d"] * 2}
+
+
 @on_a_gpu
-@pytest.mark.parametrize("fn", [train_step, returned, averaged, of_each_other, in_turn, one_of_them])
+@pytest.mark.parametrize("fn", [train_step, returned, scaled, averaged, of_each_other, in_turn, one_of_them])
 def test_exact_steps_are_exact(apart: str, fn: Callable[..., Any]) -> None:
     """Fractions of whole numbers that float32 has room for: whatever order is chosen, bit by bit."""
     state, calls = state_of(optim.sgd(0.25, momentum=0.5), apart), 4 if fn is in_turn else 8

@@ -57,6 +57,9 @@ def split_light(program: Program) -> set[Instr]:
     """Split the fused optimizer ops of a program, and calls on lists that make their gradients; return light parts."""
     makers = {var: instr for instr in program.instrs for var in instr.outputs()}
     readers = Counter(var for instr in program.instrs for var in set(instr.inputs()))
+    readers.update(
+        {*program.results, *(new for _, new in program.updates)}
+    )  # what leaves the step is read, too
     places: dict[Instr, list[int]] = {}  # of light leaves
     for instr in filter(written_pairs, program.instrs):
         pairs = enumerate(zip(*instr.args[:2], strict=True)) if group_size(instr) else ()
