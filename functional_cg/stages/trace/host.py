@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import constraints, continuous_bernoulli, distribution, geometric
+from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
 from ...errors import CaptureError, FunctionalCGError, HostSyncError, ImplicitRandomnessError, SideEffectError
@@ -69,6 +70,7 @@ _READS: Mapping[str, str] = MappingProxyType(
 _VALIDATING = frozenset(
     {constraints.__file__, continuous_bernoulli.__file__, distribution.__file__, geometric.__file__}
 )
+_GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
 _ENTRY = f"{__package__}.runs"  # calls the user's function
 _PLUMBING = frozenset({"torch.overrides", "torch.utils._python_dispatch"})
 # What selects by a mask, and what computes the same whatever follows the selected values.
@@ -115,6 +117,8 @@ class HostGuard(TorchFunctionMode):
             raise self._rules.foreign(name, args[0])
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             raise self._rules.data_assigned()
+        if func == _GRADIENT and _is_for_an_optimizer(sys._getframe(2)) and func(*args) is None:
+            raise self._rules.gradient_read()
         if func is Tensor.__deepcopy__:
             return args[0].clone()
         if func is Tensor.item and _only_compares(args[0]) and self._value_of(args[0]) is None:
@@ -223,6 +227,14 @@ def _called_by_torch(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(_METHODS):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+
+
+def _is_for_an_optimizer(frame: FrameType | None) -> bool:
+    """Whether the user reads a gradient that ``backward()`` would leave, or torch does to clip it."""
+    while frame is not None and frame.f_code.co_filename.startswith(_METHODS):
+        frame = frame.f_back
+    file = "" if frame is None else frame.f_code.co_filename
+    return file == clip_grad.__file__ or is_user_file(file)
 
 
 @dataclass(slots=True)

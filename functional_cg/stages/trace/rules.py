@@ -23,6 +23,7 @@ from ...errors import (
     HostSyncError,
     ImplicitRandomnessError,
     ReadOnlyError,
+    SideEffectError,
 )
 from ...messages.libraries import copy_fix, in_place_fix, keyed_fix, sync_fix
 from ...messages.source import at_here, here, user_frame
@@ -258,6 +259,17 @@ class Rules:
             rows=[f"{BufferSpec.of(tensor)}{at_here()}"],
             why="What the array holds now would be used for ever.",
             fix=f"{fix if frame is None else in_place_fix(frame, fix)}.",
+        )
+
+    def gradient_read(self) -> SideEffectError:
+        """Return the error for a gradient that nothing has left on a tensor."""
+        return SideEffectError.of(
+            self._function,
+            "reads `.grad` of a tensor, and there is nothing.",
+            rows=[f"at {here()}"] if here() else [],
+            why="Gradients are values: nothing leaves them on the parameters.",
+            fix="use what `value_and_grad` returned; `fcg.optim.chain(fcg.optim.clip_by_global_norm(1.0), ...)` clips "
+            "in the update.",
         )
 
     def data_assigned(self) -> ReadOnlyError:
