@@ -143,7 +143,19 @@ def _serialized(tensors: dict[str, Tensor]) -> bytes:
                 f"fcg.save: safetensors files cannot hold {type_of(tensor)}, as `{name}` is. To fix: "
                 "`torch.save(fcg.state_dict(state), path)`."
             )
-    return safetensors.torch.save(tensors, {"format": "pt", _PAIRS: json.dumps(pairs)})  # type: ignore[no-any-return]
+    if not pairs:
+        return safetensors.torch.save(tensors, {"format": "pt"})  # type: ignore[no-any-return]
+    return _in_order(safetensors.torch.save(tensors, {"format": "pt", _PAIRS: json.dumps(pairs)}))
+
+
+def _in_order(file: bytes) -> bytes:
+    """Return a safetensors file with its metadata sorted: the library writes them in another order each time."""
+    end = 8 + int.from_bytes(file[:8], "little")
+    header = json.loads(file[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + file[end:]
 
 
 def _read(safetensors: Any, path: str | os.PathLike[str]) -> dict[str, Tensor]:
