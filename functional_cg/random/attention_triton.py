@@ -2,7 +2,7 @@
 
 Scores are never in memory as a whole: a program goes through blocks of keys with a running maximum and sum, and the
 backward computes scores again. Which weights stay is drawn by a kernel of its own, one bit a weight, since its numbers
-would cost each of the three others more than its arithmetic: see ``dropout_bits_triton.py``.
+would cost each of the three others more than its arithmetic: see ``attention_launch_triton.py``.
 Source: Dao 2023, "FlashAttention-2".
 """
 

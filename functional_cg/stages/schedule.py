@@ -28,7 +28,8 @@ class Schedule:
 
     Attributes:
       head: Calls that compute, in order.
-      fused: Optimizer calls of the tail that write their slots in place.
+      fused: Optimizer calls of the tail that write their slots in place; behind a compiled function also calls on lists
+        that these alone read.
       commits: Pairs (slot or range, variable) to copy in the tail.
       staged: Targets of commits whose new value aliases a slot: it is copied to a temporary first.
       outputs: Variables of metrics, printed and tapped values, in order.

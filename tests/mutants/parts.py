@@ -37,7 +37,12 @@ PARTS = (
     Mutant(
         "N143",
         "small leaves are updated by the gradients of others",
-        (("dict(zip(handed_on, values, strict=False))", "dict(zip(handed_on[::-1], values, strict=False))"),),
+        (
+            (
+                "dict(zip(self._handed_on, values, strict=False))",
+                "dict(zip(self._handed_on[::-1], values, strict=False))",
+            ),
+        ),
         ("tests/test_light_updates.py::test_exact_steps_are_exact[train_step-cpu as a GPU]",),
         gpu=("tests/test_light_updates.py::test_exact_steps_are_exact[train_step-cuda]",),
     ),

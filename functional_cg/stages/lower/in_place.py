@@ -98,13 +98,14 @@ class InPlacePlan:
           buffers: The buffers.
           tick: What to call before each call that updates small leaves, with its name.
         """
-        arguments, after = self._arguments(buffers)
+        arguments, tensors = self._tensors(buffers)
+        after = clears(self._program, tensors)
         if self._compiled is None:
             with ordinary():
                 without_gradients()
                 self._compiled = self._beside(arguments, padded=bool(after)) or self._in_line(arguments)
         compiled, count = self._compiled, len(self.schedule.outputs)
-        update = self._updates(buffers, tick)
+        update = self._updates(tensors, tick)
 
         def run(before: Before) -> Sequence[Tensor]:
             with ordinary():
@@ -136,20 +137,20 @@ class InPlacePlan:
 
     def _arguments(self, buffers: Buffers) -> tuple[list[Tensor], Sequence[Callable[[], Any]]]:
         """Return the arguments of the function, and what to call after it."""
+        arguments, tensors = self._tensors(buffers)
+        # Not part of the graph, where writing to some elements of a result would copy it.
+        return arguments, clears(self._program, tensors)
+
+    def _tensors(self, buffers: Buffers) -> tuple[list[Tensor], dict[Var, Tensor]]:
+        """Return the arguments of the function, and the tensors of all that is there before it."""
         # A compiled kernel may take a CPU scalar as if it were on the device.
         here = [one.to(self._device) for one in buffers.constants]
-        arguments, ranges = arguments_of(self._program, self._entrance, replace(buffers, constants=here))
-        # Not part of the graph, where writing to some elements of a result would copy it.
-        return arguments, clears(self._program, ranges)
+        return arguments_of(self._program, self._entrance, replace(buffers, constants=here))
 
     def _updates(
-        self, buffers: Buffers, tick: Callable[[str], None]
+        self, known: Mapping[Var, Tensor], tick: Callable[[str], None]
     ) -> Callable[[Sequence[Tensor]], Sequence[Callable[[], Any]]]:
         """Return what makes the calls of the light updates, given the values that the function hands on."""
-        program, handed_on = self._program, self._handed_on
-        known = arguments_of(program, self._entrance, buffers)[1]
-        known |= zip(program.inputs, buffers.inputs, strict=True)
-        known |= zip((c.var for c in program.constants), buffers.constants, strict=True)
 
         def of(instr: Instr, every: dict[Var, Tensor]) -> Callable[[], Any]:
             if not written_pairs(instr):
@@ -157,7 +158,7 @@ class InPlacePlan:
             return partial(evaluate, replace(instr, op=in_place(instr.op)), every.__getitem__)
 
         def update(values: Sequence[Tensor]) -> Sequence[Callable[[], Any]]:
-            every = {**known, **dict(zip(handed_on, values, strict=False))}
+            every = {**known, **dict(zip(self._handed_on, values, strict=False))}
             calls = ((partial(tick, name), of(instr, every)) for name, instr in self._light.items())
             return [act for told_and_call in calls for act in told_and_call]
 
@@ -236,8 +237,10 @@ def _move_lists(plan: Schedule, light: Collection[Instr]) -> None:
 def arguments_of(
     program: Program, entrance: Entrance, buffers: Buffers
 ) -> tuple[list[Tensor], dict[Var, Tensor]]:
-    """Return the arguments of a graph, and the tensors of all slots and ranges."""
+    """Return the arguments of a graph, and the tensors of all slots, ranges, inputs and constants."""
     tensors = dict(zip(program.slots, buffers.slots, strict=True))
+    tensors |= zip(program.inputs, buffers.inputs, strict=True)
+    tensors |= zip((c.var for c in program.constants), buffers.constants, strict=True)
     for known in program.ranges:
         tensors[known.var] = range_tensor(known, [tensors[leaf] for leaf in known.leaves])
     arguments = [*(tensors[var] for var in entrance.slots), *buffers.inputs, *buffers.constants]

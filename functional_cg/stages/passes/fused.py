@@ -1,8 +1,9 @@
 """Fused optimizer ops, such as ``_fused_adamw``: what they read and write, their in-place forms, and their light parts.
 
-A light part is a call on small leaves whose gradients come out of reductions, as those of biases and norms do. The op's
-own kernel updates dozens of them in a launch; a compiler writes a kernel for each, which takes it longer, and the
-device, too. It is left what needs a kernel in any case: a cast of what a product or a convolution makes, a clip.
+A light part is a call on small leaves whose gradients come out of reductions, as those of biases and norms do, or of a
+call on lists, such as a clip, which is split likewise. The op's own kernel updates dozens of them in a launch; a
+compiler writes a kernel for each, which takes it longer, and the device, too. It is left what needs a kernel in any
+case, such as a cast of what a product or a convolution makes.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ import torch
 from ...tensors.aten import FUSED, named_arguments
 from ..program import Instr, Program, Var, vars_in
 from .list_calls import at_places, group_size
-from .min_cut import is_fused
+from .min_cut import is_cheap, is_fused
 
 __all__ = ["in_place", "read_arguments", "split_light", "written_pairs"]
 
-_CAST = torch.ops.aten._to_copy.default
 # Elements; the update of so many takes no longer than its launch, and their trip through memory half of that.
 _LIGHT = 2**16
 _FEW = 4  # leaves that are not worth a launch of their own
@@ -57,9 +57,8 @@ def split_light(program: Program) -> set[Instr]:
     """Split the fused optimizer ops of a program, and calls on lists that make their gradients; return light parts."""
     makers = {var: instr for instr in program.instrs for var in instr.outputs()}
     readers = Counter(var for instr in program.instrs for var in set(instr.inputs()))
-    readers.update(
-        {*program.results, *(new for _, new in program.updates)}
-    )  # what leaves the step is read, too
+    # What leaves the step is read, too.
+    readers.update({*program.results, *(new for _, new in program.updates)})
     places: dict[Instr, list[int]] = {}  # of light leaves
     for instr in filter(written_pairs, program.instrs):
         pairs = enumerate(zip(*instr.args[:2], strict=True)) if group_size(instr) else ()
@@ -90,7 +89,7 @@ def _is_light(leaf: Var, grad: Var, makers: Mapping[Var, Instr], readers: Mappin
         return readers[grad] == 1 and isinstance(maker.out, list)
     passed = False
     while (maker := makers.get(grad)) is not None:
-        if not maker.is_view and not (maker.by_element or maker.op is _CAST):
+        if not maker.is_view and not is_cheap(maker):
             return not group_size(maker) and (is_fused(maker) or not passed)
         passed |= not maker.is_view
         sources = [var for var in maker.inputs() if var.spec.numel == grad.spec.numel]

@@ -25,7 +25,7 @@ from ..lifetimes import storage_bytes
 from ..program import Instr, Program, Var, written_storages
 from .normalized import normalized
 
-__all__ = ["Choice", "Forward", "is_fused", "recomputed", "stored"]
+__all__ = ["Choice", "Forward", "is_cheap", "is_fused", "recomputed", "stored"]
 
 _LONG = 64  # calls in a chain of recomputed values
 _CAST = torch.ops.aten._to_copy.default
@@ -155,7 +155,7 @@ def _recipes(program: Program, forward: Forward, large: int) -> dict[int, Instr]
         length = 1 + max((lengths.get(one, 0) for one in inside), default=0)
         leap = max((leaps.get(one, 0) + (until.get(one, number) < number) for one in inside), default=0)
         if (
-            _is_cheap(instr)
+            is_cheap(instr)
             and not instr.writes
             and forward.sizes.get(storage, 0) >= large
             and length <= _LONG
@@ -191,7 +191,7 @@ def _at_hand_until(program: Program) -> dict[int, int]:
 def stored(program: Program, forward: Forward) -> tuple[set[int], set[int]]:
     """Return the storages that the forward has to store, and those that the backward would have to: a call reads them
     that a compiler does not fuse with the call that makes them."""
-    forwards = {var.storage for var in forward.root.values() if not _is_cheap(forward.maker[var])}
+    forwards = {var.storage for var in forward.root.values() if not is_cheap(forward.maker[var])}
     backwards: set[int] = set()
     for instr in program.instrs:
         if not is_fused(instr):
@@ -199,7 +199,7 @@ def stored(program: Program, forward: Forward) -> tuple[set[int], set[int]]:
     return forwards, backwards
 
 
-def _is_cheap(instr: Instr) -> bool:
+def is_cheap(instr: Instr) -> bool:
     """Whether a call makes a single pass over its arguments."""
     return not instr.is_view and (
         instr.by_element
@@ -211,7 +211,7 @@ def _is_cheap(instr: Instr) -> bool:
 
 def is_fused(instr: Instr) -> bool:
     """Whether a compiler fuses a call with its neighbours."""
-    return instr.is_view or _is_cheap(instr) or torch.Tag.reduction in instr.op.tags or instr.name in _PASSES
+    return instr.is_view or is_cheap(instr) or torch.Tag.reduction in instr.op.tags or instr.name in _PASSES
 
 
 def _by_views(forward: Forward, var: Var) -> bool:
