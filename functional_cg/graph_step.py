@@ -186,6 +186,7 @@ def graph_step(
     certify: Certify = "auto",
     activation_memory_budget: float | None = None,
     branches: Branches = 1,
+    branch_memory: int | None = None,
     compile_once: bool = False,
 ) -> GraphStep[P, R]: ...
 @overload
@@ -202,6 +203,7 @@ def graph_step(
     certify: Certify = "auto",
     activation_memory_budget: float | None = None,
     branches: Branches = 1,
+    branch_memory: int | None = None,
     compile_once: bool = False,
 ) -> _MakesStep: ...
 @entry("train_step = fcg.graph_step(fn)")
@@ -297,6 +299,7 @@ def graph_fn(
     verify_calls: int = 16,
     certify: Certify = "auto",
     branches: Branches = 1,
+    branch_memory: int | None = None,
     compile_once: bool = False,
 ) -> GraphFn[P, R]: ...
 @overload
@@ -311,6 +314,7 @@ def graph_fn(
     verify_calls: int = 16,
     certify: Certify = "auto",
     branches: Branches = 1,
+    branch_memory: int | None = None,
     compile_once: bool = False,
 ) -> _MakesFn: ...
 @entry("predict = fcg.graph_fn(fn)")

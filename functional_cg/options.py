@@ -50,6 +50,7 @@ class Options:
     certify: Certify = "auto"
     activation_memory_budget: float | None = None
     branches: Branches = 1
+    branch_memory: int | None = None
     compile_once: bool = False
 
     @classmethod
@@ -96,6 +97,9 @@ class Options:
             not isinstance(lanes, int) or isinstance(lanes, bool) or not 1 <= lanes <= 32
         ):
             raise ValueError(f"{transform}: branches must be 'auto' or an int from 1 to 32, got {lanes!r}")
+        room = self.branch_memory
+        if room is not None and (not isinstance(room, int) or isinstance(room, bool) or room < 0):
+            raise ValueError(f"{transform}: branch_memory must be None or a number of bytes, got {room!r}")
         if not isinstance(self.compile_once, bool):
             raise ValueError(f"{transform}: compile_once must be True or False, got {self.compile_once!r}")
         if self.compile_once and lanes != 1:

@@ -84,7 +84,12 @@ BRANCHES = (
     Mutant(
         "N121",
         "ops of other libraries run on lanes",
-        (('    why = next((unit.fixed for unit in units if unit.fixed), "")\n', '    why = ""\n'),),
+        (
+            (
+                '    if why := next((unit.fixed for unit in line.units if unit.fixed), ""):\n',
+                '    if why := "":\n',
+            ),
+        ),
         (f"{LAWS}test_ops_of_other_libraries_run_in_one_line",),
         no_gpu="told on the host",
     ),

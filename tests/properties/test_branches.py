@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import hypothesis
@@ -13,8 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_cg as fcg
-from functional_cg.stages.branches.listing import listed
-from functional_cg.stages.branches.units import Unit, predecessors
 from functional_cg.stages.lower.compiled import without_lanes
 from functional_cg.stages.run.capture import CPUBackend
 from functional_cg.testing import assert_replay_equals_eager
@@ -262,33 +259,6 @@ def test_memory_of_branches_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lanes() == 1
 
 
-@st.composite
-def some_units(draw: st.DrawFn) -> list[Unit]:
-    """Units that make memory of both kinds of names, and read what others made; many end at one time."""
-    made: list[int | str] = []
-    units = []
-    for number in range(draw(st.integers(1, 12))):
-        read = draw(st.frozensets(st.sampled_from(made), max_size=3)) if made else frozenset()
-        new: dict[int | str, int] = dict.fromkeys([number, f"staged {number}"][: draw(st.integers(0, 2))], 8)
-        made.extend(new)
-        micros = draw(st.sampled_from([0.0, 1.0, 5.0]))
-        units.append(
-            Unit(str(number), [], read, frozenset(new), new, micros=micros, link=draw(st.booleans()))
-        )
-    return units
-
-
-@given(units=some_units(), lanes=st.integers(2, 5), ahead=st.sampled_from([0, 8, 40, math.inf]))
-def test_each_unit_runs_once_and_after_those_that_it_reads(
-    units: list[Unit], lanes: int, ahead: float
-) -> None:
-    found = listed(units, lanes, frozenset(), ahead)
-    turn = {place.unit: turn for turn, place in enumerate(found.places)}
-    assert sorted(turn) == list(range(len(units)))
-    for number, before in enumerate(predecessors(units)):
-        assert all(turn[one] < turn[number] for one in before)
-
-
 @torch.library.custom_op("fcg_tests::twice_in_branches", mutates_args=())
 def twice(x: Tensor) -> Tensor:
     return x * 2
@@ -334,6 +304,8 @@ def test_a_kernel_that_returns_other_memory_than_traced_runs_in_one_line(
 def test_numbers_of_lanes(lanes: Any) -> None:
     with pytest.raises(ValueError, match=r"graph_step: branches must be 'auto' or an int from 1 to 32, got"):
         fcg.graph_step(heads, branches=lanes)
+    with pytest.raises(ValueError, match=r"branch_memory must be None or a number of bytes, got"):
+        fcg.graph_step(heads, branch_memory=-1 if lanes == -1 else True if lanes is True else 0.5)
     with pytest.raises(
         ValueError, match=r"compile_once=True does not go with branches=4.\nTo fix: leave one"
     ):

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .costs import SYNC
-from .units import Memory, Unit
+from .units import Memory, Unit, predecessors
 
-__all__ = ["Assignment", "assign"]
+__all__ = ["Assignment", "assign", "longest_way"]
 
 
 @dataclass(slots=True)
@@ -161,6 +161,11 @@ def assign(
                 done = max(found.end[b] for b in before[one])
                 heapq.heappush(queues[units[one].link].coming, (done, one))
     return found
+
+
+def longest_way(units: Sequence[Unit]) -> float:
+    """Return the microseconds of the longest way through units, each of which waits for those that it needs."""
+    return max(_ways(units, predecessors(units))[1], default=0.0)
 
 
 def _ways(

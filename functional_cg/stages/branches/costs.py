@@ -28,9 +28,17 @@ SYNC = 1.0  # what waiting for another lane adds
 WORKSPACE = 2**25  # bytes that cuBLAS takes for a stream on an H100; less on GPUs before it
 
 
-def weighed(unit: Unit, instr: Instr) -> Unit:
-    """Return a unit with what its call takes, and why all units must then run on one lane, if they must."""
+def weighed(unit: Unit, instr: Instr, *, fused: bool = False) -> Unit:
+    """Return a unit with what its call takes, and why all units must then run on one lane, if they must.
+
+    Args:
+      unit: The unit.
+      instr: Its call.
+      fused: Whether a compiler fuses what is no product, no sum over elements and no collective with other calls.
+    """
     unit.micros, unit.busy = estimate(instr)
+    if fused and not (flops_of(instr) or is_collective(instr.op) or _reduces(instr)):
+        unit.micros = unit.busy
     unit.product, unit.fixed = bool(flops_of(instr)), fixed_by(instr.op)
     unit.link = is_collective(instr.op)
     return unit
@@ -49,6 +57,12 @@ def estimate(instr: Instr) -> tuple[float, float]:
     itemsize = instr.inputs()[0].spec.dtype.itemsize
     busy = max(flops / _RATES.get(itemsize, _RATES[2]), moved / _BANDWIDTH)
     return busy + _PRODUCT, busy
+
+
+def _reduces(instr: Instr) -> bool:
+    """Whether a result has fewer elements than an argument."""
+    read = max((var.spec.numel for var in instr.inputs()), default=0)
+    return any(var.spec.numel < read for var in instr.outputs())
 
 
 def estimate_launch(flops: int, moved: int, itemsize: int) -> tuple[float, float]:

@@ -5,6 +5,7 @@ What runs where is chosen in ``assignment``. The result depends on the units alo
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,9 @@ from .units import Memory, Unit, predecessors
 __all__ = ["Place", "Timeline", "in_line", "listed"]
 
 _MUCH = 2**20  # bytes from which a lane waits for memory that is about to be free
+# Bytes of allocations, up to which torch's allocator takes them from segments of so many bytes; larger ones have their
+# own. Each stream has segments of its own.
+_SEGMENTS = ((2**20, 2**21), (10 * 2**20, 20 * 2**20), (math.inf, 2**21))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,15 @@ class Timeline:
         return sum(_highest(self, lane) for lane in range(self.lanes))
 
     @property
+    def taken(self) -> int:
+        """Bytes that the allocator takes from the device for temporaries and workspaces: segments, by lane."""
+        return self.workspaces + sum(
+            -(-_highest(self, lane, least, most) // segment) * segment
+            for lane in range(self.lanes)
+            for (least, _), (most, segment) in itertools.pairwise(((0, 0), *_SEGMENTS))
+        )
+
+    @property
     def workspaces(self) -> int:
         """Bytes of workspaces for products: cuBLAS takes one for each stream."""
         return WORKSPACE * len({place.lane for place in self.places if self.units[place.unit].product})
@@ -78,13 +91,13 @@ class Timeline:
     def __str__(self) -> str:
         if self.lanes == 1:
             return f"branches: none, {self.why or 'as asked for'}"
-        waits = sum(len(place.waits) for place in self.places)
+        line, waits = in_line(self.units), sum(len(place.waits) for place in self.places)
         links = sum(unit.link for unit in self.units)
         return (
             f"branches: {count(len(self.units), 'unit')} of work on {self.lanes} lanes with {count(waits, 'wait')}"
             + f", one of them for {count(links, 'collective')}" * bool(links)
-            + f"; estimated {self.micros:,.0f} us, in one line {in_line(self.units).micros:,.0f} us; "
-            f"{size_of(self.workspaces)} of workspaces for products"
+            + f"; estimated {self.micros:,.0f} us, in one line {line.micros:,.0f} us; "
+            f"{size_of(max(self.taken - line.taken, 0))} of memory in addition, workspaces for products included"
         )
 
     def collectives(self, shown: int = 12) -> list[str]:
@@ -141,23 +154,33 @@ def in_line(units: Sequence[Unit], kept: frozenset[Memory] = frozenset()) -> Tim
 
 
 def listed(
-    units: Sequence[Unit], lanes: int, kept: frozenset[Memory] = frozenset(), ahead: float = math.inf
+    units: Sequence[Unit],
+    lanes: int,
+    kept: frozenset[Memory] = frozenset(),
+    ahead: float = math.inf,
+    *,
+    frugal: bool = True,
 ) -> Timeline:
-    """Spread units over at most so many lanes.
+    """Spread units over at most so many lanes; the first of them has the most to do.
 
     Args:
       units: The units, in the order of the plan.
       lanes: The most lanes; with collectives, one of them is theirs.
       kept: Memory that is never freed: what leaves the step.
       ahead: Bytes that units may allocate that run before others that precede them in the plan.
+      frugal: Whether a lane waits for memory that is about to be free.
     """
     if lanes == 1:
         return in_line(units, kept)
     before = predecessors(units)
     found = assign(units, before, lanes, ahead)
-    used = {lane: place for place, lane in enumerate(sorted({0, *found.lane}))}
+    work = dict.fromkeys((0, *found.lane), 0.0)
+    for lane, unit in zip(found.lane, units, strict=True):
+        work[lane] += -math.inf if unit.link else unit.micros
+    used = {lane: place for place, lane in enumerate(sorted(work, key=lambda one: (-work[one], one)))}
     found.lane = [used[lane] for lane in found.lane]
-    return Timeline(units, list(_placed(units, before, found, kept)), len(used))
+    much = _MUCH if frugal else math.inf
+    return Timeline(units, list(_placed(units, before, found, kept, much)), len(used))
 
 
 class _Clocks:
@@ -199,11 +222,13 @@ def _placed(
     before: Sequence[Sequence[int]],
     found: Assignment,
     kept: frozenset[Memory],
+    much: float = math.inf,
 ) -> Iterator[Place]:
     """Add waits, none for what a lane has waited for already, and free memory.
 
     A lane allocates from what it has freed itself. So memory is freed where the lane that allocated it comes after all
-    units that touch it. A lane that allocates waits for that, if it is much memory and they are done by then.
+    units that touch it. A lane that allocates waits for that, if it is much memory and they are done by then: by an
+    estimate, so a lane that need not save memory is better off without such waits.
     """
     lane_of, order, lanes = found.lane, found.order, 1 + max(found.lane, default=0)
     clocks = _Clocks(lanes, lane_of, order)
@@ -219,8 +244,8 @@ def _placed(
     for turn, number in enumerate(order):
         lane = lane_of[number]
         waited = clocks.wait(lane, before[number])
-        if sum(units[number].made.values()) >= _MUCH:
-            for memory in (one for one in pending[lane] if sizes[one] >= _MUCH):
+        if sum(units[number].made.values()) >= much:
+            for memory in (one for one in pending[lane] if sizes[one] >= much):
                 using = [order[last] for last in touched[memory].values()]
                 if all(found.end[one] <= found.start[number] for one in using):
                     waited += clocks.wait(lane, using)
@@ -252,14 +277,15 @@ def _last_turns(
     return last
 
 
-def _highest(timeline: Timeline, lane: int) -> int:
+def _highest(timeline: Timeline, lane: int, least: float = 0, most: float = math.inf) -> int:
+    """Return the most bytes at one time of what a lane allocates, of sizes above the least up to the most."""
     sizes: dict[Memory, int] = {}
-    alive = most = 0
+    alive = found = 0
     for place in timeline.places:
         if place.lane == lane:
             made = timeline.units[place.unit].made
-            sizes |= made
-            alive += sum(made.values())
-            most = max(most, alive)
+            sizes |= {memory: nbytes if least < nbytes <= most else 0 for memory, nbytes in made.items()}
+            alive += sum(sizes[memory] for memory in made)
+            found = max(found, alive)
             alive -= sum(sizes[memory] for memory in place.frees)
-    return most
+    return found

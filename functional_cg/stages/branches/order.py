@@ -16,13 +16,13 @@ import torch
 from ..lifetimes import storage_bytes
 from ..program import Instr, Program, Var
 from ..schedule import live_instrs
-from .choice import slack
+from .choice import allowance
 from .costs import weighed
 from .listing import Timeline, in_line, listed
 from .races import refuse_races
 from .units import LINK, Memory, Unit, accesses
 
-__all__ = ["beside_collectives"]
+__all__ = ["beside_collectives", "launches_of"]
 
 _GAIN = 1.01  # the least estimated gain of another order: unlike lanes, it takes no workspaces and no waits
 
@@ -42,7 +42,7 @@ class _Calls:
     of: dict[Unit, list[Instr]]
 
     @classmethod
-    def among(cls, instrs: Sequence[Instr]) -> _Calls:
+    def among(cls, instrs: Sequence[Instr], *, fused: bool = False) -> _Calls:
         sizes, owner, found = storage_bytes(instrs), dict[Var, int](), cls([], [], {})
         made: set[Memory] = set()
         for instr in instrs:
@@ -52,7 +52,8 @@ class _Calls:
                 continue
             if not instr.only_views:
                 reads, writes = accesses(instr)
-                unit = weighed(Unit(instr.name, [], reads, writes - {LINK}, site=instr.site), instr)
+                unit = Unit(instr.name, [], reads, writes - {LINK}, site=instr.site)
+                weighed(unit, instr, fused=fused)
                 unit.made |= {one: sizes[one] for one in writes - reads - made if one in sizes}
                 made |= unit.made.keys()
                 owners = [len(found.units)]
@@ -63,13 +64,19 @@ class _Calls:
         return found
 
 
-def beside_collectives(program: Program, device: torch.device, held: int) -> None:
+def launches_of(program: Program) -> list[Unit]:
+    """Return the calls of a program as units, with what each probably takes in a compiled function."""
+    return _Calls.among(live_instrs(program), fused=True).units
+
+
+def beside_collectives(program: Program, device: torch.device, held: int, memory: int | None = None) -> None:
     """Put the calls of a program with collectives into a better order, if one is known; note the order in the program.
 
     Args:
       program: A rewritten program.
       device: Where it runs.
       held: Bytes that the step holds besides temporaries.
+      memory: The most bytes that calls take that run ahead of others; None for a share of the step's.
     """
     calls = _Calls.among(live_instrs(program))
     units = calls.units
@@ -77,8 +84,9 @@ def beside_collectives(program: Program, device: torch.device, held: int) -> Non
         return
     kept = frozenset(var.storage for var in (*program.results, *(new for _, new in program.updates)))
     line = in_line(units, kept)
-    found, room = listed(units, 2, kept, slack(line, held)), line.peak + slack(line, held)
-    if found.peak > room or found.micros * _GAIN > line.micros:
+    more = allowance(line, held, memory)
+    found = listed(units, 2, kept, more)
+    if found.peak > line.peak + more or found.micros * _GAIN > line.micros:
         program.notes.append("\n".join(["order: as traced", *_indented(line)]))
         return
     refuse_races(found, program.function)

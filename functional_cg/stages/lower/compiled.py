@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from ...options import Options
-from ..branches.choice import choose
-from ..branches.order import beside_collectives
+from ..branches.choice import choose, in_advance
+from ..branches.listing import in_line
+from ..branches.order import beside_collectives, launches_of
 from ..branches.plan import BranchedPlan, Spread
 from ..passes.bounds import check_values
 from ..passes.equal_calls import share_equal_calls
@@ -55,7 +56,7 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
     why = without_lanes(device, options.backend) if asked else ""
     if choice == "aten" or (choice == "auto" and not on_gpu):
         if asked and not why:
-            beside_collectives(program, device, _held(program))
+            beside_collectives(program, device, _held(program), options.branch_memory)
             return BranchedPlan(program, schedule(program), _spread(program, options))
         plan: ExecutionPlan = lower_aten(program)
     else:
@@ -76,7 +77,7 @@ def _compiled(
     if on_gpu or on_lanes:
         prepare(program, budget=options.activation_memory_budget)
     if on_lanes:
-        beside_collectives(program, device, _held(program))
+        beside_collectives(program, device, _held(program), options.branch_memory)
     in_place = compiler is None and (on_gpu or on_lanes)
     if options.compile_once:
         parted = in_parts(program, device, compiler, reference, in_place=in_place)
@@ -130,7 +131,7 @@ def without_lanes(device: torch.device, backend: Any) -> str:
 
 def _spread(program: Program, options: Options) -> Spread:
     """Return what chooses which units run side by side: those that pay."""
-    return partial(choose, asked=options.branches, held=_held(program))
+    return partial(choose, asked=options.branches, held=_held(program), memory=options.branch_memory)
 
 
 def _held(program: Program) -> int:
@@ -143,8 +144,7 @@ def _fills_a_line(program: Program, options: Options) -> str:
     """Return why a compiled step is not worth lanes, from what is known before it is compiled; empty if it may be."""
     if largest(program) > SMALL:
         return "its values are so large that each kernel fills the device"
-    line = BranchedPlan(program, schedule(program), _spread(program, options)).timeline
-    return line.why if line.lanes == 1 else ""
+    return in_advance(in_line(launches_of(program)), options.branches)
 
 
 def prepare(program: Program, *, budget: float | None = None, large: int = _LARGE) -> None:

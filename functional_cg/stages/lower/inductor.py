@@ -45,9 +45,10 @@ _TOGETHER: Mapping[str, Any] = MappingProxyType({"combo_kernels": True})
 # the search, and the kernels are the same.
 _CLOSE_PAIRS: Mapping[str, Any] = MappingProxyType({"max_fusion_buffer_group_pairwise_attempts": 16})
 
-# A launch waits for all that touched the memory that it writes. So memory is not reused by name: the allocator reuses
-# it, on each lane.
-_BESIDE: Mapping[str, Any] = MappingProxyType({"allow_buffer_reuse": False})
+# A launch waits for all that touched the memory that it writes. So memory is not reused by name, nor is a value written
+# over what a kernel reads, which in a transformer let each layer's backward wait for the gradient of a weight: the
+# allocator reuses memory, on each lane.
+_BESIDE: Mapping[str, Any] = MappingProxyType({"allow_buffer_reuse": False, "inplace_buffers": False})
 
 # CPU loops of fewer elements run on one thread: waking another takes longer than inductor assumes. A step with four
 # layers of width 64 takes 0.13 ms instead of 0.17 ms.
