@@ -253,11 +253,13 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
       branches: The most lanes, from 1 to 32, on which calls that do not need each other run side by side on a GPU, in
         one graph. By default, one. The calls are those of ``"aten"``, with the bits of one lane; or what a compiled
         step launches, if its values are of at most 16 MiB: for lanes it is compiled anew, and differs from one line
-        by rounding. ``"auto"`` is up to 8, where an estimate says that they gain a fifth and take at most 5 % more
-        memory or 192 MiB. Each lane with products takes a workspace of cuBLAS, 32 MiB on an H100. With collectives,
-        one lane is theirs, and the order of all calls is chosen so that others, weight gradients above all, run beside
-        them, also if the step then runs in one line; no more than that memory is taken for it. A step with ops of other
-        libraries runs in one line. ``explain()`` says what runs side by side, or why nothing does.
+        by rounding. ``"auto"`` is up to 8, where an estimate says that they gain a fifth, within ``branch_memory``.
+        With collectives, one lane is theirs, and the order of all calls is chosen so that others, weight gradients
+        above all, run beside them, also if the step then runs in one line. A step with ops of other libraries runs in
+        one line. ``explain()`` says what runs side by side, or why nothing does.
+      branch_memory: The most bytes that lanes take in addition to one line: segments of the allocator, which lanes do
+        not share, and for each lane with products a workspace of cuBLAS, 32 MiB on an H100. None is 5 % of the step's
+        memory or 64 MiB, whichever is more, and no bound if ``branches`` is a number.
       compile_once: Whether a compiled step is cut where it repeats itself, and equal parts are compiled once: the
         layers of a transformer or of :func:`functional_cg.scan`, forward and backward. What is left to compile
         does not grow with their number, and ``explain()`` says which calls share a function. Calls in two parts are

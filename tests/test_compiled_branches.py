@@ -71,3 +71,27 @@ def test_compiled_networks_on_simulated_lanes(number: int) -> None:
         step = fcg.graph_step(networks, lowering="inductor", branches=2 + number % 5, backend=Simulator())
         assert_replay_equals_eager(step, start, inputs(torch.zeros(8, 8), 9, number))
         assert "units of work on" in step.explain(), step.explain()
+
+
+def residual(state: Any, x: Tensor) -> Any:
+    """A chain of gradients that are added up, each read by the gradient of a weight, too."""
+
+    def loss_fn(params: Any) -> Tensor:
+        hidden = x
+        for _ in range(3):
+            hidden = hidden + (hidden @ params["a"]).tanh() @ params["b"]
+        return hidden.square().sum()
+
+    grads = fcg.grad(loss_fn)(state)
+    return fcg.tree.map(lambda leaf, grad: leaf - 0.1 * grad, state, grads), {}
+
+
+def test_a_compiled_chain_waits_for_no_gradient_of_a_weight() -> None:
+    """No launch writes a value over what another one made, and may still read."""
+    step = fcg.graph_step(residual, lowering="inductor", branches=2, backend=Simulator(), certify=False)
+    state = {"a": torch.eye(4) / 8, "b": torch.eye(4) / 8}
+    captured = step.lower(fcg.place(state), torch.ones(4, 4)).capture()
+    units = captured.lowered.plan.timeline.units
+    made = {memory for unit in units for memory in unit.made}
+    assert sum("mm" in unit.name for unit in units) > 15
+    assert not [unit.name for unit in units if made & unit.writes - unit.made.keys()]
