@@ -78,6 +78,24 @@ def test_exact_programs_in_branches_of_a_graph(of: Any) -> None:
 
 
 @needs_gpu
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+def test_two_networks_side_by_side(lowering: Any) -> None:
+    """A small program, as a sanitizer takes it: products and sums on lanes, in memory that each frees and takes."""
+
+    def two(state: Any, x: Tensor) -> Any:
+        a = ((x @ state["a"]).clamp(-4, 4) @ state["a"]).clamp(-4, 4)
+        b = ((x @ state["b"]).clamp(-4, 4) @ state["b"]).clamp(-4, 4)
+        new = {"a": state["a"] + a.mT @ x, "b": state["b"] - b.mT @ x}
+        return fcg.tree.map(lambda leaf: leaf.clamp(-8, 8), new), {"both": (a * b).sum()}
+
+    start = {"a": torch.eye(64, device=DEVICE), "b": torch.ones(64, 64, device=DEVICE)}
+    generator = torch.Generator().manual_seed(0)
+    calls = [torch.randint(-2, 3, (8, 64), generator=generator).to(DEVICE, torch.float32) for _ in range(4)]
+    words = assert_branches_do_not_show(two, start, calls, 1, lowering)
+    assert "units of work on" in words, words
+
+
+@needs_gpu
 def test_exact_programs_in_branches_of_a_compiled_step() -> None:
     assert_each_is_its_line(drawn(PROGRAMS // 10, 1, fst.exact_step_fns()), "inductor")
 
