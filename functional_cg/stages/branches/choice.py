@@ -53,6 +53,8 @@ def choose(
         one = _within(room, units, lanes, kept, more)
         if one is None:
             why = f"more lanes would take over {size_of(int(more))} of memory"
+            if asked == "auto":
+                break
         elif asked != "auto":
             return one if one.lanes > 1 else replace(line, why=why)
         elif one.micros * (_GAIN if best is line else _MORE) <= best.micros:
@@ -73,7 +75,7 @@ def in_advance(line: Timeline, asked: Branches) -> str:
         return why
     longest = longest_way(line.units)
     if asked != "auto":
-        return _CHAIN if longest >= line.micros else ""
+        return _CHAIN if longest >= sum(unit.micros for unit in line.units) else ""
     return _LITTLE if max(longest, sum(unit.busy for unit in line.units)) * _GAIN > line.micros else ""
 
 
