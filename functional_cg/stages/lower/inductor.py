@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from ..fx_passes.lowerings import compiler_pass
 from .graph import sources
 
-__all__ = ["compile_graph", "opened"]
+__all__ = ["compile_graph", "opened", "start_workers"]
 
 # The step is captured as one CUDA graph: turn inductor's own off, whatever the user's global configuration says.
 _INDUCTOR_OPTIONS: Mapping[str, Any] = MappingProxyType(
@@ -54,6 +54,17 @@ _BESIDE: Mapping[str, Any] = MappingProxyType({"allow_buffer_reuse": False})
 _ON_HOST: Mapping[str, Any] = MappingProxyType({"cpp.min_chunk_size": 8192})
 
 _CLOSURES = 200  # that `opened` looks behind, at most
+
+
+def start_workers() -> None:
+    """Start the processes that compile kernels for a GPU, and return at once: they take seconds to import torch.
+
+    `torch.compile` does so in front of its own trace; `standalone_compile` does not, and compiles kernel after kernel
+    in this process until they are there.
+    """
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
 
 
 def compile_graph(
