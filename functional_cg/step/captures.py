@@ -286,8 +286,7 @@ class Transform:
         return cast("Handle", place(tree))
 
     def _lowered_for(self, call: Call) -> Lowered:
-        key = call.static_key
-        group = self._lowered.get(key, [])
+        group = self._lowered.get(key := call.static_key, [])
         for lowered in group:
             if lowered.fits(call):
                 return lowered

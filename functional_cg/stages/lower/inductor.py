@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ...concurrency.garbage import no_garbage_collection
 from ..fx_passes.lowerings import compiler_pass
 from .graph import sources
 
@@ -97,12 +98,14 @@ def compile_graph(
         options |= _BESIDE
     if torch.are_deterministic_algorithms_enabled():
         options["deterministic"] = True  # never choose a variant of a reduction by timing it
-    return standalone_compile(
-        graph,
-        list[Any](arguments),
-        dynamic_shapes="from_example_inputs",
-        options={"config_patches": options},
-    )
+    # The compiler makes a million objects, none of them garbage: to look for it took a tenth of a compilation.
+    with no_garbage_collection():
+        return standalone_compile(
+            graph,
+            list[Any](arguments),
+            dynamic_shapes="from_example_inputs",
+            options={"config_patches": options},
+        )
 
 
 def opened(compiled: Callable[..., Any]) -> tuple[str, dict[str, Any]] | None:
