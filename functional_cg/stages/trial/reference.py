@@ -15,6 +15,7 @@ from ..lifetimes import peak_bytes, storage_bytes
 from ..passes.list_calls import at_places, group_size
 from ..plan import Buffers, evaluate, quiet
 from ..program import Instr, Program, Var, live, written_storages
+from ..template import calls_of
 from .remat_plan import Action, in_order, within
 from .row_blocks import in_blocks
 from .ulps import Shaker, decides, stand_ins
@@ -82,7 +83,7 @@ class Reference:
     @cached_property
     def _instrs(self) -> list[Instr]:
         """The calls that outputs need, with a call that shows each output after the last write to it."""
-        instrs, _ = live(self.program.instrs, [out.var for out in self.outputs])
+        instrs, _ = live(calls_of(self.program.instrs), [out.var for out in self.outputs])
         instrs = [one for instr in instrs for one in _leaf_by_leaf(instr)]
         last: dict[int, int] = {}
         for number, instr in enumerate(instrs):
