@@ -212,11 +212,17 @@ class AtenPlan:
         """Return the source of the function of a template, which begins at a line."""
         entrance = Instr(None, (), {}, template.given, (), None)
         last_use = last_uses([entrance, *template.calls], set(template.results))
-        lines = [f"def {name}(given):", f"    [{', '.join(map(repr, template.given))}] = given", "    given.clear()"]
+        lines = [
+            f"def {name}(given):",
+            f"    [{', '.join(map(repr, template.given))}] = given",
+            "    given.clear()",
+        ]
         lines += [f"    {text}" for text in _dropped(last_use.get(0, ()))]
         for number, instr in enumerate(template.calls, 1):
             self._sites[line + len(lines)] = instr.site
-            lines += [f"    {text}" for text in self._in_line(instr, template.given, last_use.get(number, ()))]
+            lines += [
+                f"    {text}" for text in self._in_line(instr, template.given, last_use.get(number, ()))
+            ]
         return [*lines, f"    return [{', '.join(map(repr, template.results))}]"]
 
     def _call(self, instr: Instr, op: Any) -> str:

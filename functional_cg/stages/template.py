@@ -14,7 +14,7 @@ import torch
 
 from .program import Instr, Program, Var, live, map_vars
 
-__all__ = ["Template", "calls_of", "rename", "rewrite_templates", "unrolled"]
+__all__ = ["Template", "calls_of", "merge_given", "rename", "rewrite_templates", "unrolled"]
 
 
 class Template:
@@ -83,9 +83,7 @@ class Template:
 
     def program(self) -> Program:
         """Return the calls as a program of their own."""
-        return Program(
-            self.name, [], [], [*self.given], instrs=[*self.calls], outputs=[*self.results]
-        )
+        return Program(self.name, [], [], [*self.given], instrs=[*self.calls], outputs=[*self.results])
 
     def call(self, given: list[Var], results: list[Var], later: tuple[int, int], number: int) -> Instr:
         """Return a call of it.
@@ -102,14 +100,25 @@ class Template:
         writes = tuple(new for var, new in pairs if var.storage in written)
         region = None if first.region is None else (first.region[0], number)
         return Instr(
-            self, (given, *later), {}, results, writes, first.site, first.backward, first.inner, first.origin, region
+            self,
+            (given, *later),
+            {},
+            results,
+            writes,
+            first.site,
+            first.backward,
+            first.inner,
+            first.origin,
+            region,
         )
 
     def unrolled(self, call: Instr) -> Iterator[Instr]:
         """Yield the calls that a call of it stands for."""
         given, variables, storages = call.args
-        names = dict(zip(self.given, given, strict=True))
-        lies = {one.storage: (other.storage, other.offset - one.offset) for one, other in reversed(names.items())}
+        names: dict[Var, Var] = dict(zip(self.given, given, strict=True))
+        lies = {
+            one.storage: (other.storage, other.offset - one.offset) for one, other in reversed(names.items())
+        }
         names |= zip(self.results, call.out, strict=True)
 
         def renamed(var: Var) -> Var:
@@ -153,6 +162,30 @@ def rewrite_templates(program: Program, act: Callable[[Program], None]) -> dict[
     if calls:
         program.instrs = [one for one in program.instrs if one.out or not isinstance(one.op, Template)]
     return renamed
+
+
+def merge_given(program: Program) -> None:
+    """Give a template once what each call of it gives it twice, as of a value and its ``detach``."""
+    groups: dict[Template, list[Instr]] = {}
+    for instr in program.instrs:
+        if isinstance(instr.op, Template):
+            groups.setdefault(instr.op, []).append(instr)
+    for template, calls in groups.items():
+        firsts: dict[tuple[Any, ...], Var] = {}
+        columns = zip(*(instr.args[0] for instr in calls), strict=True)
+        pairs = [
+            (var, firsts.setdefault((var.storage, *column), var))
+            for var, column in zip(template.given, columns, strict=True)
+        ]
+        if len(firsts) == len(pairs):
+            continue
+        for one in template.calls:
+            rename(one, dict(pairs))
+        kept = [place for place, (var, first) in enumerate(pairs) if var is first]
+        own = template.with_calls(template.calls, [template.given[place] for place in kept], template.results)
+        for instr in calls:
+            instr.op = own
+            instr.takes(([instr.args[0][place] for place in kept], *instr.args[1:]))
 
 
 @dataclass(frozen=True)

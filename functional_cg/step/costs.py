@@ -20,8 +20,8 @@ from ..messages.html import Html, card, line, table
 from ..messages.units import size_of
 from ..stages.plan import ExecutionPlan
 from ..stages.program import Instr, Program, Var
-from ..stages.template import calls_of
 from ..stages.schedule import Schedule
+from ..stages.template import calls_of
 from ..stages.work import bytes_of, flops_of
 from ..state.outline import columns
 

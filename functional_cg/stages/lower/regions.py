@@ -7,6 +7,8 @@ call does not take longer with more micro-batches, and memory is allocated and f
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,6 +16,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...shards.collectives import is_collective
 from ...shards.transfers import TRANSFERS
@@ -23,6 +26,7 @@ from ..program import Instr, Program, Var, map_vars, vars_in
 from ..schedule import Schedule, schedule
 from ..template import Template
 from ..trial.reference import Reference
+from ..trial.trial import See
 from .arguments import like
 from .graph import Entrance, build_graph
 from .head import Compiler, Head, by_inductor
@@ -152,7 +156,9 @@ class RegionsPlan:
         runs = [(name, list(run)) for name, run in groupby(plan.head, lambda instr: instr.region)]
         found = list(_found(runs, plan, program))
         templates = dict.fromkeys(instr.op for instr in plan.head if isinstance(instr.op, Template))
-        repeated = {one: _Region.of(one.name, one.calls, {*one.results}) for one in templates if _is_region(one)}
+        repeated = {
+            one: _Region.of(one.name, one.calls, {*one.results}) for one in templates if _is_region(one)
+        }
         shared: dict[tuple[Any, ...], list[_Region]] = {}
         for region in (*(region for region, _ in found), *repeated.values()):
             if region is not None:
@@ -169,6 +175,10 @@ class RegionsPlan:
         }
         head = [instr for region, run in found for instr in (run if region is None else calls[region])]
         head = [replace(instr, op=others[instr.op]) if instr.op in others else instr for instr in head]
+        called = (
+            one for instr in head for one in (instr.op.calls if instr.op in others.values() else (instr,))
+        )
+        self._times = Counter(instr.op for instr in called if isinstance(instr.op, Head))
         self.functions = len(self._heads)
         self._aten = AtenPlan(program, replace(plan, head=head))
 
@@ -190,6 +200,24 @@ class RegionsPlan:
         self._heads[head] = part
         for one, column in zip(alike, columns, strict=True):
             yield one, Instr(head, tuple(one.inputs), {}, column, (), None)
+
+    @contextlib.contextmanager
+    def watched(self, see: See) -> Iterator[None]:
+        """Show the first and the last call that a run makes of each function: ``see(calls, arguments, results)``."""
+        counts = Counter[Head]()
+
+        def after(head: Head, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+            counts[head] += 1
+            if counts[head] in (1, self._times[head]):
+                see(self._heads[head], arguments, results)
+
+        try:
+            for head in self._heads:
+                head.after = partial(after, head)
+            yield
+        finally:
+            for head in self._heads:
+                head.after = None
 
     def as_text(self) -> str:
         return "\n".join([*(f"{head}:\n{head.graph.code}" for head in self._heads), self._aten.as_text()])

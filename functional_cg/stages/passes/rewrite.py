@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...shards.collectives import WAIT
 from ..program import Instr, Program, SlotRange, Var, highest, map_vars, written_storages
-from ..template import rename, rewrite_templates
+from ..template import merge_given, rename, rewrite_templates
 
 __all__ = ["clears", "range_tensor", "rewrite"]
 
@@ -46,6 +46,7 @@ def rewrite(program: Program, places: Sequence[tuple[int, int]]) -> None:
     renamed = rewrite_templates(program, _rewritten)
     _drop_detaches(program, renamed)
     _drop_copies(program, renamed)
+    merge_given(program)
     _alias_roles(program, renamed)
     program.outputs = map_vars(lambda var: _final(renamed, var), program.outputs)
     program.reports = [

@@ -111,7 +111,9 @@ def _counts(instrs: Iterable[Instr]) -> Counter[str]:
     found = Counter(instr.op for instr in instrs)
     counts: Counter[str] = Counter()
     for op, times in found.items():
-        each = op.known("counts", lambda one: _counts(one.calls)) if isinstance(op, Template) else {str(op): 1}
+        each = (
+            op.known("counts", lambda one: _counts(one.calls)) if isinstance(op, Template) else {str(op): 1}
+        )
         counts.update({name: times * count for name, count in each.items()})
     return counts
 

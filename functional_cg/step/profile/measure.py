@@ -17,8 +17,8 @@ from ...shards.peers import among, together
 from ...stages.lower.in_place import InPlacePlan
 from ...stages.plan import Buffers, lower_aten
 from ...stages.program import Instr, Program
-from ...stages.template import unrolled
 from ...stages.schedule import Schedule
+from ...stages.template import unrolled
 from ...stages.work import bytes_of
 from ..costs import COPIES
 from ..lowered import Lowered
