@@ -139,11 +139,15 @@ PIPELINES = (
         "what a stage of a later micro-batch gets is free only after it",
         (
             (
-                "                *_dropped(var for var in given if var in dead),\n"
-                '                f"{_target(instr.out, self._fixed)}{name}(given)",\n'
-                "                *_dropped(var for var in dead if var not in given),\n",
-                '                f"{_target(instr.out, self._fixed)}{name}(given)",\n'
-                "                *_dropped(dead),\n",
+                (
+                    "                *_dropped(var for var in given if var in dead),\n"
+                    '                f"{_target(instr.out, self._fixed)}{name}(given)",\n'
+                    "                *_dropped(var for var in dead if var not in given),\n"
+                ),
+                (
+                    '                f"{_target(instr.out, self._fixed)}{name}(given)",\n'
+                    "                *_dropped(dead),\n"
+                ),
             ),
         ),
         (f"{TEMPLATES}test_a_template_frees_what_it_is_given_after_its_last_use",),
@@ -158,7 +162,7 @@ PIPELINES = (
                 "            told = dict[str, str]()\n",
             ),
         ),
-        (f"{TEMPLATES}test_a_number_that_ranks_draw_counts_where_a_template_is_called_too",),
+        (f"{TEMPLATES}test_a_number_that_differs_between_ranks_counts_where_a_template_is_called",),
         no_gpu=SEVERAL,
     ),
     Mutant(
