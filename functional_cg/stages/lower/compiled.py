@@ -32,14 +32,21 @@ from ..trial.reference import Reference
 from .graph import Entrance, build_graph
 from .head import Compiler, Head, by_inductor
 from .in_place import SMALL, InPlacePlan, arguments_of, collects, largest
+from .inductor import start_workers
 from .known_masks import use_known_masks
 from .parts import parts_of
 from .parts_plan import PartsPlan
 from .regions import RegionsPlan
 
-__all__ = ["HeadPlan", "in_parts", "lower", "prepare", "without_lanes"]
+__all__ = ["HeadPlan", "announce", "in_parts", "lower", "prepare", "without_lanes"]
 
 _LARGE = 2**20  # bytes: recomputing or storing a smaller value takes a kernel longer than it is worth
+
+
+def announce(device: torch.device, options: Options) -> None:
+    """Say before a trace that its program will be lowered, so that what a compiler needs starts beside the trace."""
+    if device.type == "cuda" and options.lowering in ("auto", "inductor"):
+        start_workers()
 
 
 def lower(program: Program, device: torch.device, options: Options, reference: Reference) -> ExecutionPlan:
