@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg.stages.lower.regions import RegionsPlan
 from functional_cg.stages.trial.judge import Judge
+from functional_cg.step import certify
 from functional_cg.testing import assert_trees_all_equal
 from tests.other_rounding import compile_wide
 from tests.pipelines.programs import ONE, Run, made, rows
@@ -123,3 +126,18 @@ def test_a_mistake_on_the_first_or_the_last_micro_batch_is_refused(microbatch: i
     ):
         step(state, rows(0, 0))
     assert_trees_all_equal(state, before)
+
+
+@pytest.mark.parametrize(
+    ("rooms", "said"), [([None, 0], "certified: "), ([0], "not certified: call by call it takes")]
+)
+def test_one_call_of_a_function_will_do_where_memory_is_too_little(
+    rooms: Sequence[int | None], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the first micro-batch, activations of few others are there; on the last, of many."""
+    left = chain(*([room] * 6 for room in rooms[:-1]), repeat(rooms[-1]))
+    monkeypatch.setattr(certify._Copied, "room", lambda space: next(left))
+    _, state, function = made(Run("gpipe", (), cuts=(2,), microbatches=4), ONE)
+    step = fcg.graph_step(function, lowering=compile_wide)
+    step(state, rows(0, 0))
+    assert any(line.strip().startswith(said) for line in step.explain().splitlines())

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...shards.collectives import WAIT
 from ..program import Instr, Program, SlotRange, Var, highest, map_vars, written_storages
-from ..template import merge_given, rename, rewrite_templates
+from ..template import Template, merge_given, rename, rewrite_templates
 
 __all__ = ["clears", "range_tensor", "rewrite"]
 
@@ -93,7 +93,7 @@ def _drop_copies(program: Program, renamed: dict[Var, Var], known: Iterable[int]
     written = written_storages(program.instrs).union(known)
     # A copy resolves a lazy conjugate or negative view, for kernels that cannot read such a view.
     kept_sources = written | {
-        instr.out.storage for instr in program.instrs if instr.op in _LAZY and isinstance(instr.out, Var)
+        var.storage for instr in program.instrs if _may_be_lazy(instr) for var in instr.outputs()
     }
     kept_copies = kept_sources | {
         _final(renamed, var).storage for var in (*program.results, *program.new_state)
@@ -111,6 +111,12 @@ def _drop_copies(program: Program, renamed: dict[Var, Var], known: Iterable[int]
         else:
             kept.append(instr)
     program.instrs = kept
+
+
+def _may_be_lazy(instr: Instr) -> bool:
+    if isinstance(instr.op, Template):
+        return any(map(_may_be_lazy, instr.op.calls))
+    return instr.op in _LAZY
 
 
 def _copied(instr: Instr) -> Var | None:

@@ -178,31 +178,29 @@ class Trial:
 class TrialOfFunctions(Trial):
     """Compares each compiled function of a plan with its calls, on what it gets in a run; all else are ATen calls.
 
-    A function that runs for each micro-batch is compared as often whatever their number. The comparison of all ranks
-    would be one of all calls: each function is a matter of one rank.
+    A function that runs for each micro-batch is compared as often whatever their number, and by each rank alone. One of
+    its calls will do where memory is too little for the others.
     """
 
     def differences(self, space: Space) -> list[Difference]:
         found: list[Difference] = []
-        references: dict[Program, Reference] = {}
+        lacks: dict[Program, int] = {}  # 0 for what was compared
 
         def see(part: Program, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-            if part not in references:
-                outputs = [Output(f"{part.function}  {var.spec}", var) for var in part.outputs]
-                references[part] = Reference(replace(part, outputs=[]), outputs)
-            reference, room = references[part], space.room()
-            takes = 0 if room is None else reference.fit(room)
-            if room is not None and takes > room:
-                self.lacking = max(self.lacking, takes - room)
-                return
-            judge = Judge(reference, lambda flag: flag)
-            found.extend(judge.differences(results, Buffers((), arguments, ())))
-            self.share = max(self.share, judge.share)
+            outputs = [Output(f"{part.function}  {var.spec}", var) for var in part.outputs]
+            reference, room = Reference(replace(part, outputs=[]), outputs), space.room()
+            lack = 0 if room is None else max(reference.fit(room) - room, 0)
+            lacks[part] = min(lack, lacks.get(part, lack))
+            if not lack:
+                judge = Judge(reference, lambda flag: flag)
+                found.extend(judge.differences(results, Buffers((), arguments, ())))
+                self.share = max(self.share, judge.share)
 
         with cast("Shown", self._plan).watched(see):
             self._made(space)
         if self._together(bool(found)):
             return found
-        if self._together(bool(self.lacking)):
-            self.lacking = max(self.lacking, 1)
+        lack = max(lacks.values(), default=0)
+        if self._together(lack > 0):
+            self.lacking = max(lack, 1)
         return []
