@@ -37,6 +37,7 @@ from .known_masks import use_known_masks
 from .parts import parts_of
 from .parts_plan import PartsPlan
 from .regions import RegionsPlan
+from .summed_products import join_summed_products
 
 __all__ = ["HeadPlan", "announce", "in_parts", "lower", "prepare", "without_lanes"]
 
@@ -167,6 +168,7 @@ def prepare(program: Program, *, budget: float | None = None, large: int = _LARG
     """
     write_out_of_place(program)
     share_equal_calls(program)
+    join_summed_products(program)
     use_known_masks(program)
     recompute(program, budget=budget, large=large)
     keep_as_buffers(program, large=large)
