@@ -84,8 +84,9 @@ def _alone(job: Job, lowering: str, *, trains: bool = True) -> System:
 
 def _sharded(job: Job, lowering: str, stage: Any) -> System:
     mesh = sharding.mesh({"data": -1})
+    params = fcg.tree.map(lambda leaf: leaf.to(mesh.device), job.params())
     state = fcg.TrainState.create(
-        params=job.params(), optimizer=_optimizer(), sharding=sharding.zero(mesh, stage=stage)
+        params=params, optimizer=_optimizer(), sharding=sharding.zero(mesh, stage=stage)
     )
     batch = job.batch(mesh.device, mesh.rank, mesh.size)
     return _stepping(state, batch, fcg.value_and_grad(job.loss_fn(lambda x: x)), lowering)
