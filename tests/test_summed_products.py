@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import functional_cg as fcg
 from functional_cg.stages.lower.compiled import prepare
-from functional_cg.stages.lower.summed_products import join_summed_products
 from functional_cg.stages.passes.out_of_place import write_out_of_place
+from functional_cg.stages.passes.summed_products import join_summed_products
 from functional_cg.stages.plan import Buffers, lower_aten
 from functional_cg.stages.program import Program
 from functional_cg.testing import assert_trees_all_close, assert_trees_all_equal
