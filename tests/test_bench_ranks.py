@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from functional_cg.bench.ranks import pipelines, saves
-from tests.sharding.ranks import on_ranks
+from tests.sharding.ranks import on_ranks, outcomes
 from tests.shares import thorough
 
 SMALL = "--layers=2 --width=32 --time=8 --microbatches=4 --vocab=64 --steps=2".split()
@@ -24,12 +22,13 @@ def test_pipelines_are_timed() -> None:
 
 
 @thorough
-def test_a_model_like_llama_is_timed(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_model_like_llama_is_timed() -> None:
     """On pipelines beside each other; what cannot run there says so, and the others do."""
     systems = "--systems=ours-once-aten,torch-captured,torch,zero-1-aten,zero-3-aten"
     llama = "--size=llama-tiny --stages=2 --microbatches=2 --steps=1".split()
-    assert on_ranks(4, pipelines.main, [systems, *llama], timeout=200.0) == [0] * 4
-    lines = capfd.readouterr().out.splitlines()
+    found = outcomes(4, pipelines.main, [systems, *llama], timeout=200.0)
+    assert [one.value for one in found] == [0] * 4
+    lines = found[0].log.splitlines()
     losses = [line.rpartition("loss ")[2] for line in lines if "loss" in line]
     assert len(losses) == 4
     assert len(set(map(float, losses))) <= 2, "one model on one batch: they differ by rounding at most"
