@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from functional_cg.bench.ranks import pipelines, saves
-from tests.sharding.ranks import on_ranks
+from tests.sharding.ranks import on_ranks, outcomes
 from tests.shares import thorough
 
 SMALL = "--layers=2 --width=32 --time=8 --microbatches=4 --vocab=64 --steps=2".split()
@@ -13,12 +13,26 @@ SMALL = "--layers=2 --width=32 --time=8 --microbatches=4 --vocab=64 --steps=2".s
 
 @thorough
 def test_pipelines_are_timed() -> None:
-    systems = "--systems=alone-aten,ours-aten,torch,zero-aten,alone-evaluation-aten,ours-evaluation-aten"
+    systems = "--systems=alone-aten,ours-aten,torch,zero-2-aten,alone-evaluation-aten,ours-evaluation-aten"
     assert on_ranks(2, pipelines.main, [systems, *SMALL]) == [0, 0]
     several = (
         "--systems=ours-aten,ours-evaluation-aten --schedule=zero_bubble --per-rank=2 --layers=4".split()
     )
     assert on_ranks(2, pipelines.main, [*SMALL, *several]) == [0, 0]
+
+
+@thorough
+def test_a_model_like_llama_is_timed() -> None:
+    """On pipelines beside each other; what cannot run there says so, and the others do."""
+    systems = "--systems=ours-once-aten,torch-captured,torch,zero-1-aten,zero-3-aten"
+    llama = "--size=llama-tiny --stages=2 --microbatches=2 --steps=1".split()
+    found = outcomes(4, pipelines.main, [systems, *llama], timeout=200.0)
+    assert [one.value for one in found] == [0] * 4
+    lines = found[0].log.splitlines()
+    losses = [line.rpartition("loss ")[2] for line in lines if "loss" in line]
+    assert len(losses) == 4
+    assert len(set(map(float, losses))) <= 2, "one model on one batch: they differ by rounding at most"
+    assert any(line.startswith("torch-captured") and "Error" in line for line in lines)
 
 
 @thorough

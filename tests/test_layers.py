@@ -40,6 +40,7 @@ ORDER = (
     "optim",
     "call",
     "stages.program",
+    "stages.template",
     "stages.keys",
     "stages.kinds",
     "stages.variables",

@@ -81,7 +81,8 @@ class Worker:
     ) -> None:
         self._table, self._rank, self._found = table, rank, found
         self._params = {id(found.params[i]): value for i, value in params.items()}
-        self._batch, self._key, self._groups = batch, key, groups
+        self._batch = [leaf.unbind() for leaf in batch]  # a call for each leaf, not for each micro-batch
+        self._key, self._groups = key, groups
         self._parts: dict[int, dict[int, Tensor]] = {}  # of the batch, and keys, by micro-batch
         self._values: dict[tuple[int, int], dict[int, Any]] = {}  # what a stage keeps for its backward
         self._boxes: dict[Action, list[Any]] = {}  # what was made to be handed on, or has arrived

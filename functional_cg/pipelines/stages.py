@@ -293,9 +293,11 @@ class _Parts:
         inward = set(_behind(backward, ahead))
         if any(call.written for call in backward):  # the order of reads and writes matters
             inward = set(backward)
-        stage.forward = Part(forward)
-        stage.inward = Part([call for call in backward if call in inward])
-        stage.weights = Part([call for call in backward if call not in inward])
+        wanted = set(map(id, (*ahead, *stage.grads.values())))
+        stage.weights = Part([call for call in backward if call not in inward], wanted)
+        stage.inward = Part([call for call in backward if call in inward], wanted.union(stage.weights.read))
+        wanted.update(map(id, ends), stage.inward.read, stage.weights.read)
+        stage.forward = Part(forward, wanted)
         read = {id(one) for call in (*forward, *backward) for one in call.read}
         read |= {id(one) for one in (*ends, *ahead, *stage.grads.values())}
         stage.reads = {i for i, one in enumerate(self._found.params) if id(one) in read}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -68,18 +68,18 @@ class Part:
     Attributes:
       calls: The calls, in order.
       read: Ids of the tensors that they read and do not make.
-      made: Ids of those that they make.
+      made: Ids of those that they make, and that are wanted.
     """
 
     __slots__ = ("calls", "made", "read")
 
-    def __init__(self, calls: Sequence[Call] = ()) -> None:
+    def __init__(self, calls: Sequence[Call] = (), wanted: Collection[int] = ()) -> None:
         self.calls = calls
         made, read = dict[int, None](), dict[int, None]()
         for call in calls:
             read.update({id(one): None for one in call.read if id(one) not in made})
             made.update({id(one): None for one in call.made})
-        self.made, self.read = list(made), list(read)
+        self.made, self.read = [one for one in made if one in wanted], list(read)
 
 
 class Tape(TorchDispatchMode):

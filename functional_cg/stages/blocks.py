@@ -1,8 +1,9 @@
-"""Blocks: calls that a trace records once, and copies with other variables when they are made again.
+"""Blocks: calls that a trace records once, and that stand in it as one call of a template when they are made again.
 
 A pipeline makes the calls of a stage for each micro-batch. No Python of the user runs in between, and what the calls
 are given has the same layout each time, so a trace would find the same calls: all that is new are the variables. A
-block whose calls could depend on more than that is recorded each time.
+block whose calls could depend on more than that is recorded each time. One that sends, that prints, or that has
+literals is copied call by call: what asks for such calls finds each of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ..shards.transfers import is_between_ranks
 from .program import Constant, Instr, Program, Report, Var, map_vars
+from .template import Template
 from .variables import Variables
 
 __all__ = ["Blocks"]
@@ -102,6 +105,7 @@ class _Block:
       calls: Its calls.
       literals: The constants that belong to its calls alone: literals, which a call may write.
       reports: What it prints or taps.
+      template: Its calls as a template, with what that reads, and what it makes; None if they are copied.
     """
 
     start: _Mark
@@ -111,6 +115,7 @@ class _Block:
     calls: Sequence[Instr]
     literals: Sequence[Constant]
     reports: Sequence[Report]
+    template: tuple[Template, Sequence[Var], Sequence[Var]] | None
 
     @classmethod
     def between(
@@ -135,7 +140,20 @@ class _Block:
         if any(var.storage < start.storages for var in touched):
             return None
         literals, reports = program.constants[start.constants :], program.reports[start.reports :]
-        return cls(start, end, *known, calls, literals, reports)
+        block = cls(start, end, *known, calls, literals, reports, None)
+        return replace(block, template=block._template())
+
+    def _template(self) -> tuple[Template, Sequence[Var], Sequence[Var]] | None:
+        if len(self.calls) < 2 or self.literals or self.reports:
+            return None
+        if any(is_between_ranks(one.op) or one.checks for one in self.calls):
+            return None
+        first = self.start.variables
+        read = (*self.given, *(var for one in self.calls for var in one.inputs()))
+        reads = [var for var in dict.fromkeys(read) if var.index < first]
+        makes = [var for var in dict.fromkeys(self.results) if var.index >= first]
+        name = self.calls[0].region[0] if self.calls[0].region else self.calls[0].name
+        return Template.of(name, reads, self.calls, makes, (self.start.calls, first)), reads, makes
 
     def again(
         self, program: Program, given: Sequence[Var], variables: Variables, number: int
@@ -152,7 +170,12 @@ class _Block:
         if names is None:
             return None
         made = range(self.start.storages, self.end.storages)
-        names.begin(*variables.reserve(self.end.variables - self.start.variables, made))
+        later = names.begin(*variables.reserve(self.end.variables - self.start.variables, made))
+        if self.template is not None:
+            template, reads, makes = self.template
+            call = template.call(list(map(names, reads)), list(map(names, makes)), later, number)
+            program.instrs.append(call)
+            return list(map(names, self.results))
         for literal in self.literals:
             constant = replace(literal, var=names(literal.var), name=f"literal {len(program.constants)}")
             program.constants.append(constant)
@@ -202,9 +225,10 @@ class _Names(dict[Var, Var]):
             and self._moved.setdefault(one.storage, moved) == moved
         )
 
-    def begin(self, variable: int, storage: int) -> None:
-        """Number the variables that the copy makes, and their storages, from these numbers on."""
+    def begin(self, variable: int, storage: int) -> tuple[int, int]:
+        """Number the variables that the copy makes, and their storages, from these on; return by how much later."""
         self._later, self._storages_later = variable - self._start.variables, storage - self._start.storages
+        return self._later, self._storages_later
 
     def __missing__(self, var: Var) -> Var:
         if var.index < self._start.variables:  # of the surroundings, and the same each time

@@ -8,7 +8,7 @@ real, but some may be missed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,8 +18,9 @@ from ..random.attention import ATTENTION
 from ..random.samplers import DERIVE
 from ..tensors.aten import named_arguments
 from .program import Instr, Program, Var, live, map_vars
+from .template import calls_of
 
-__all__ = ["draws", "is_drawn", "shared_keys"]
+__all__ = ["draws_among", "is_drawn", "shared_keys"]
 
 _COPIES = frozenset({"aten::alias", "aten::clone", "aten::detach"})
 _DRAWS: Mapping[str, str] = MappingProxyType(
@@ -61,14 +62,21 @@ class _Numbers:
         return self._known.setdefault(what, len(self._known))
 
 
-def draws(program: Program) -> Iterator[Instr]:
-    """Return the calls that draw random numbers; deriving a key is not a draw."""
-    return filter(_is_draw, program.instrs)
+def draws_among(program: Program) -> tuple[Sequence[Instr], set[Instr]]:
+    """Return all calls of a program, and those that draw random numbers; if none does, no calls.
+
+    Deriving a key is not a draw. A template draws if the calls that it repeats do, which stand before it.
+    """
+    if not any(map(_is_draw, program.instrs)):
+        return (), set()
+    calls = calls_of(program.instrs)
+    return calls, set(filter(_is_draw, calls))
 
 
 def is_drawn(program: Program, variables: Iterable[Var]) -> bool:
     """Whether values are computed from draws, and beside these from nothing but keys and counters."""
-    makers, used = live([instr for instr in program.instrs if not instr.checks], variables)
+    calls = [instr for instr in calls_of(program.instrs) if not instr.checks]
+    makers, used = live(calls, variables)
     given = used & {*program.slots, *program.inputs}
     return any(map(_is_draw, makers)) and all(var.spec.dtype == torch.int64 for var in given)
 
@@ -78,11 +86,12 @@ def shared_keys(program: Program) -> Iterator[tuple[str, str]]:
 
     Draws in the backward do not count: a checkpoint repeats the draws of the forward.
     """
-    drawn = {instr for instr in draws(program) if not instr.backward}
-    makers, _ = live(program.instrs, [_drawn_from(instr)[0] for instr in drawn])
+    calls, every = draws_among(program)
+    drawn = {instr for instr in every if not instr.backward}
+    makers, _ = live(calls, [_drawn_from(instr)[0] for instr in drawn])
     numbers, relevant = _Numbers(), drawn.union(makers)
     first: dict[tuple[int, int], Instr] = {}
-    for instr in program.instrs:
+    for instr in calls:
         if instr in drawn:
             key, stream = _drawn_from(instr)
             earlier = first.setdefault((numbers.of(key), stream), instr)

@@ -23,6 +23,7 @@ from .passes.fused import in_place
 from .passes.rewrite import clears, range_tensor
 from .program import Instr, Program, Var, map_vars, vars_in
 from .schedule import Schedule, schedule
+from .template import Template
 
 __all__ = [
     "AtenPlan",
@@ -89,7 +90,8 @@ class ExecutionPlan(Protocol):
 class AtenPlan:
     """Runs the traced ATen calls one by one, in a generated function with all names bound.
 
-    Views of static buffers are taken once, at binding. Temporaries are dropped after their last use.
+    Views of static buffers are taken once, at binding. Temporaries are dropped after their last use. A template is a
+    function of its own, which drops what it is given after its last use, too.
 
     Attributes:
       ticks: If it is timed: what runs before each ``tick``, a call, or the name of what is copied.
@@ -107,6 +109,7 @@ class AtenPlan:
         self.ticks: list[Instr | str] = []
         self._plan = self.schedule = plan
         self._ops: dict[str, Any] = {}
+        self._functions: dict[Template, str] = {}
         self._hoisted, self._head = self._split_hoisted()
         self._source = self._generate(self._head)
         self._code = compile(self._source, f"<plan of {program.function}>", "exec")
@@ -182,13 +185,45 @@ class AtenPlan:
 
     def _op(self, op: Any) -> str:
         name = "op_" + "".join(c if c.isalnum() else "_" for c in str(op))
-        self._ops[name] = getattr(op, "_op", op)  # the bare C++ entry, without OpOverload's Python frame
+        function = getattr(op, "_op", op)  # the bare C++ entry, without OpOverload's Python frame
+        while self._ops.setdefault(name, function) is not function:
+            name += "_"
         return name
 
-    def _lines(self, instr: Instr) -> list[str]:
-        """Return the source of a call of the head."""
-        call = f"{_target(instr.out, self._fixed)}{self._call(instr, instr.op)}"
-        return [call, *(f"{var!r} = laid_out({var!r}, {var.spec.stride})" for var in unsure(instr))]
+    def _lines(self, instr: Instr, dead: Collection[Var] = ()) -> list[str]:
+        """Return the source of a call of the head, and of dropping variables after it."""
+        if isinstance(instr.op, Template):
+            name = self._functions.setdefault(instr.op, f"template_{len(self._functions)}")
+            given = dict.fromkeys(instr.inputs())
+            return [
+                f"given = [{', '.join(map(repr, instr.args[0]))}]",
+                *_dropped(var for var in given if var in dead),
+                f"{_target(instr.out, self._fixed)}{name}(given)",
+                *_dropped(var for var in dead if var not in given),
+            ]
+        return self._in_line(instr, self._fixed, dead)
+
+    def _in_line(self, instr: Instr, fixed: Collection[Var], dead: Iterable[Var]) -> list[str]:
+        call = f"{_target(instr.out, fixed)}{self._call(instr, instr.op)}"
+        turned = (f"{var!r} = laid_out({var!r}, {var.spec.stride})" for var in unsure(instr))
+        return [call, *turned, *_dropped(dead)]
+
+    def _function(self, template: Template, name: str, line: int) -> list[str]:
+        """Return the source of the function of a template, which begins at a line."""
+        entrance = Instr(None, (), {}, template.given, (), None)
+        last_use = last_uses([entrance, *template.calls], set(template.results))
+        lines = [
+            f"def {name}(given):",
+            f"    [{', '.join(map(repr, template.given))}] = given",
+            "    given.clear()",
+        ]
+        lines += [f"    {text}" for text in _dropped(last_use.get(0, ()))]
+        for number, instr in enumerate(template.calls, 1):
+            self._sites[line + len(lines)] = instr.site
+            lines += [
+                f"    {text}" for text in self._in_line(instr, template.given, last_use.get(number, ()))
+            ]
+        return [*lines, f"    return [{', '.join(map(repr, template.results))}]"]
 
     def _call(self, instr: Instr, op: Any) -> str:
         arguments = [self._literal(arg) for arg in instr.args]
@@ -246,10 +281,7 @@ class AtenPlan:
         tick("constants", lines)
         for number, instr in enumerate(head):
             self._sites[len(lines) + 3] = instr.site  # after `def` and `try`; lines count from 1
-            lines += self._lines(instr)
-            dead = last_use.get(number)
-            if dead:
-                lines.append(f"del {', '.join(map(repr, dead))}")
+            lines += self._lines(instr, last_use.get(number, ()))
             tick(instr, lines)
         lines += [self._metric_line(i) for i in range(len(plan.outputs))]
         tick("metrics", lines)
@@ -262,13 +294,21 @@ class AtenPlan:
         calls += [call for _, group in self._commit_calls() for call in group]
         calls.append("*clears")
         tick("new state", calls, "tick")
-        return (
+        source = (
             "def run(before):\n    try:\n"
             + "".join(f"        {line}\n" for line in lines or ["pass"])
             + "    except Exception as error:\n        note(error)\n        raise\n"
             + f"    uninterrupted((*before, {', '.join(calls)}))\n"
             + f"    return ({''.join(f'm{i}, ' for i in range(len(plan.outputs)))})\n"
         )
+        for template, name in self._functions.items():
+            source += "\n".join(self._function(template, name, source.count("\n") + 1)) + "\n"
+        return source
+
+
+def _dropped(dead: Iterable[Var]) -> list[str]:
+    names = ", ".join(map(repr, dead))
+    return [f"del {names}"] if names else []
 
 
 def lower_aten(program: Program, *, timed: bool = False) -> AtenPlan:
@@ -287,7 +327,10 @@ def note(
     error: Exception,
 ) -> None:
     """Add the user's line to an exception raised by a kernel (an index out of range, say)."""
-    site = sites.get(error.__traceback__.tb_lineno) if error.__traceback__ is not None else None
+    site, here = None, error.__traceback__
+    plan = here and here.tb_frame.f_code.co_filename
+    while here is not None and here.tb_frame.f_code.co_filename == plan:
+        site, here = sites.get(here.tb_lineno, site), here.tb_next
     site = site or raised_at()
     error.add_note(
         f"`{function}`: raised by its replay{f', at {site}' if site else ''}; the state is unchanged."

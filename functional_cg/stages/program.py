@@ -136,6 +136,10 @@ class Instr:
         if kwargs is not None:
             self.kwargs = kwargs
 
+    def gives(self, out: Any) -> None:
+        """Give the call other results."""
+        self.out, self._outputs = out, None
+
     def __str__(self) -> str:
         kwargs = "".join(f", {name}={value!r}" for name, value in self.kwargs.items())
         return f"{self.out!r} = {self.op}({', '.join(map(repr, self.args))}{kwargs})"
@@ -235,6 +239,7 @@ class Program:
       tables: Tensors that caches hold, by name: each is one of the constants.
       copied: Names of the inputs that it writes, each in a copy of its own.
       notes: What parts of the step say of themselves, such as the schedule of a pipeline; the same on all ranks.
+      reserved: How many numbers of variables and of storages its trace has given away.
     """
 
     function: str
@@ -257,6 +262,7 @@ class Program:
     tables: list[tuple[str, Tensor]] = field(default_factory=list)
     copied: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    reserved: tuple[int, int] = (0, 0)
 
     @property
     def results(self) -> list[Var]:
@@ -317,7 +323,8 @@ class Program:
 def highest(program: Program) -> tuple[int, int]:
     """Return the highest variable number and the highest storage number of a program; -1 if there are none."""
     known = [*program.slots, *program.inputs, *(c.var for c in program.constants)]
-    return highest_of(program.instrs, [*known, *(one.var for one in program.ranges)])
+    found = highest_of(program.instrs, [*known, *(one.var for one in program.ranges)])
+    return max(found[0], program.reserved[0] - 1), max(found[1], program.reserved[1] - 1)
 
 
 def highest_of(instrs: Iterable[Instr], known: Iterable[Var] = ()) -> tuple[int, int]:

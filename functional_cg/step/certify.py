@@ -28,10 +28,11 @@ from ..errors import MiscompileError
 from ..options import Certify
 from ..shards.mesh import Mesh
 from ..shards.peers import on_any
+from ..stages.lower.regions import RegionsPlan
 from ..stages.plan import Buffers
 from ..stages.run.capture import Backend, CUDABackend, scratch
 from ..stages.trial.judge import Difference, load_kernels, miscompiled
-from ..stages.trial.trial import Certificate, Trial
+from ..stages.trial.trial import Certificate, Trial, TrialOfFunctions
 from ..state.arena import Arena
 from ..tensors.aten import copies
 from .lowered import Lowered
@@ -74,7 +75,8 @@ def _certificate(lowered: Lowered, buffers: Buffers, arenas: Sequence[Arena], as
     needed = sum(buffers.slots[slot].nbytes for slot in written)
     if together(_host_memory() < needed):
         return Certificate(False, f"the host has no {needed:,} B to keep values in")
-    trial = Trial(lowered.reference, lowered.plan, together)
+    kind = TrialOfFunctions if isinstance(lowered.plan, RegionsPlan) else Trial
+    trial = kind(lowered.reference, lowered.plan, together)
     on_gpu = any(one.is_cuda for one in (*buffers.slots, *buffers.inputs))
     with ThreadPoolExecutor(1) as meanwhile:  # kernels load while the plan compiles
         loaded = [meanwhile.submit(load_kernels, _gpu(buffers))] if on_gpu else []

@@ -21,6 +21,7 @@ from ..messages.units import size_of
 from ..stages.plan import ExecutionPlan
 from ..stages.program import Instr, Program, Var
 from ..stages.schedule import Schedule
+from ..stages.template import calls_of
 from ..stages.work import bytes_of, flops_of
 from ..state.outline import columns
 
@@ -202,7 +203,7 @@ def cost_analysis(
     bandwidth = _positive("bandwidth", bandwidth)
     peak_flops = _positive("peak_flops", peak_flops)
     schedule = plan.schedule
-    instrs = [*schedule.head, *schedule.fused]
+    instrs = calls_of([*schedule.head, *schedule.fused])
     used = {var for instr in instrs for var in instr.inputs()}
     used.update(program.results, (new for _, new in program.updates))
     calls: Counter[str] = Counter()

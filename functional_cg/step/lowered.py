@@ -27,6 +27,7 @@ from ..stages.plan import ExecutionPlan
 from ..stages.program import Program
 from ..stages.run.capture import Replay
 from ..stages.run.replay import Stats
+from ..stages.template import unrolled
 from ..stages.trace.footprint import Inspection
 from ..stages.trace.recipe import BoundState
 from ..stages.trial.reference import Reference
@@ -267,7 +268,7 @@ class Lowered(metaclass=Documented):
 
     def as_text(self) -> str:
         """Return the traced calls and the plan that runs them."""
-        return f"{self.program.as_text()}\n\n{self.plan.as_text()}"
+        return f"{unrolled(self.program).as_text()}\n\n{self.plan.as_text()}"
 
     def memory_analysis(self) -> MemoryAnalysis:
         """Return bytes by use, and the temporaries at the peak; prints as a table.

@@ -13,6 +13,7 @@ from ..stages.lifetimes import alive_at_peak, storage_bytes
 from ..stages.passes.fused import written_pairs
 from ..stages.program import Instr, Program, Var
 from ..stages.schedule import Schedule, schedule
+from ..stages.template import unrolled
 from ..state.outline import columns
 
 __all__ = ["MemoryAnalysis", "Owner", "Peak", "memory_analysis", "temporaries"]
@@ -167,6 +168,7 @@ def memory_analysis(program: Program, on_lanes: int = 0) -> MemoryAnalysis:
         "inputs": sum(var.spec.nbytes for var in program.inputs),
         "constants": sum(constant.var.spec.nbytes for constant in program.constants),
     }
+    program = unrolled(program)
     plan = schedule(program)
     peak = Peak.of(program, plan)
     used = {

@@ -85,6 +85,7 @@ FILES = {
     "pipeline_judges": "tests/pipelines/test_other_judges.py",
     "pipeline_mistakes": "tests/pipelines/test_mistakes.py",
     "pipeline_tables": "tests/pipelines/test_tables.py",
+    "pipeline_templates": "tests/pipelines/test_templates.py",
     "placements": "tests/sharding/test_placements.py",
     "policy": "tests/test_policy.py",
     "programs": "tests/test_programs.py",
@@ -576,6 +577,7 @@ HAZARDS = (
          "pipeline_judges::test_nothing_is_read_before_it_arrives_or_after_its_memory_is_free",
          "pipeline_evaluation::test_each_schedule_on_two_ranks",
          "pipeline_blocks::test_a_program_is_the_one_that_is_recorded_call_by_call",
+         "pipeline_templates::test_what_is_said_of_a_program_is_what_is_said_of_its_calls",
          "pipeline_tables::test_what_is_accepted_ends_and_what_is_refused_does_not",
          "pipeline_mistakes::test_another_schedule_is_noticed_at_the_next_call"),
     # lifecycle

@@ -6,10 +6,12 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["PIPELINES"]
 
-BITS, BLOCKS, TABLES, MISTAKES, COMPILED, JUDGES, EVALUATION = (
+BITS, BLOCKS, TABLES, MISTAKES, COMPILED, JUDGES, EVALUATION, TEMPLATES = (
     f"tests/pipelines/test_{name}.py::"
-    for name in ("bitwise", "blocks", "tables", "mistakes", "compiled", "other_judges", "evaluation")
-)
+    for name in (
+        "bitwise", "blocks", "tables", "mistakes", "compiled", "other_judges", "evaluation", "templates",
+    )
+)  # fmt: skip
 SEVERAL = "it takes several GPUs, or none"
 
 PIPELINES = (
@@ -113,8 +115,54 @@ PIPELINES = (
         (("(one.inputs), {}, column, (), None)", "(first.inputs), {}, column, (), None)"),),
         (
             f"{COMPILED}test_a_stage_is_compiled_once_whatever_the_number_of_micro_batches[features0]",
-            f"{COMPILED}test_rounding_is_measured_once_for_each_call_of_a_stage",
+            f"{COMPILED}test_a_function_is_compared_as_often_whatever_the_number_of_micro_batches",
         ),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N112 comparison",
+        "a function that is compiled for a stage is compared with its calls on the first micro-batch alone",
+        (
+            (
+                "            if counts[head] in (1, self._times[head]):\n",
+                "            if counts[head] == 1:\n",
+            ),
+        ),
+        (
+            f"{COMPILED}test_a_mistake_on_the_first_or_the_last_micro_batch_is_refused[2]",
+            f"{COMPILED}test_a_function_is_compared_as_often_whatever_the_number_of_micro_batches",
+        ),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N112 memory",
+        "what a stage of a later micro-batch gets is free only after it",
+        (
+            (
+                (
+                    "                *_dropped(var for var in given if var in dead),\n"
+                    '                f"{_target(instr.out, self._fixed)}{name}(given)",\n'
+                    "                *_dropped(var for var in dead if var not in given),\n"
+                ),
+                (
+                    '                f"{_target(instr.out, self._fixed)}{name}(given)",\n'
+                    "                *_dropped(dead),\n"
+                ),
+            ),
+        ),
+        (f"{TEMPLATES}test_a_template_frees_what_it_is_given_after_its_last_use",),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N112 numbers",
+        "a number that differs between ranks counts on the first micro-batch alone",
+        (
+            (
+                '            told = dict.fromkeys(others.get(number, ()), f"a number of Python in {instr.op}")\n',
+                "            told = dict[str, str]()\n",
+            ),
+        ),
+        (f"{TEMPLATES}test_a_number_that_differs_between_ranks_counts_where_a_template_is_called",),
         no_gpu=SEVERAL,
     ),
     Mutant(

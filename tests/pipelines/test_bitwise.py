@@ -43,7 +43,9 @@ def assert_as_on_one_rank(
     data = ranks // axes["stage"]
     patience = 60.0 + 10.0 * len(runs)  # seconds
     alone = (
-        [trained(runs, ONE, device)] if data == 1 else on_ranks(data, trained, runs, ONE, timeout=patience)
+        [trained(runs, ONE, device)]
+        if data == 1
+        else on_ranks(data, trained, runs, ONE, device, device=device, timeout=patience)
     )
     found = on_ranks(ranks, trained, runs, axes, device, device=device, timeout=patience)
     for number, run in enumerate(runs):

@@ -16,6 +16,7 @@ import functional_cg as fcg
 from functional_cg.ambient.rehearsal import repeated, tensor_of
 from functional_cg.stages import blocks
 from functional_cg.stages.blocks import Blocks
+from functional_cg.stages.template import unrolled
 from functional_cg.testing import assert_trees_all_equal
 from tests.operations import COMMON
 from tests.pipelines.programs import CUTS, FEATURES, ONE, Run, made, rows
@@ -25,6 +26,7 @@ from tests.shares import diagonal, few, share, thorough
 
 def everything(program: Any) -> list[Any]:
     """All that a program says: each call with its variables, where they lie, and where it comes from."""
+    program = unrolled(program)
     calls = [
         (
             [(var.index, var.storage, var.offset, var.fills) for var in (*one.inputs(), *one.outputs())],
@@ -55,7 +57,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 
 def lowered(run: Run) -> Any:
     _, state, function = made(run, ONE)
-    return fcg.graph_step(function, lowering="aten").lower(state, rows(0, 0)).program
+    return fcg.graph_step(function, lowering="aten").lower(state, rows(0, 0)).reference.program
 
 
 VARIANTS = [Run("zero_bubble", FEATURES), *(Run(s, (f,)) for s, f in diagonal([*CUTS], FEATURES))]
@@ -137,7 +139,7 @@ def test_other_losses(
         return PIPE.value_and_grad(loss_fn)(params, x)
 
     def program() -> list[Any]:
-        return everything(fcg.graph_fn(grads, lowering="aten").lower(PARAMS, X).program)
+        return everything(fcg.graph_fn(grads, lowering="aten").lower(PARAMS, X).reference.program)
 
     assert_trees_all_equal(fcg.graph_fn(grads, lowering="aten")(PARAMS, X), grads(PARAMS, X))
     replayed, eager = (text.count("h ") for text in (capsys.readouterr().out, "h " * 8))
@@ -191,8 +193,8 @@ def test_a_random_loss(calls: Sequence[tuple[str, int, int]], at: int) -> None:
     assert_trees_all_equal(step(w, x), grads(w, x))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Blocks, "again", lambda *args: None)
-        recorded = fcg.graph_fn(grads, lowering="aten").lower(w, x).program
-    assert everything(step.lower(w, x).program) == everything(recorded)
+        recorded = fcg.graph_fn(grads, lowering="aten").lower(w, x).reference.program
+    assert everything(step.lower(w, x).reference.program) == everything(recorded)
 
 
 # -- blocks on their own ----------------------------------------------------------------------------------------------

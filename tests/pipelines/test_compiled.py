@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.stages.lower.regions import RegionsPlan
-from functional_cg.stages.trial.reference import Reference
-from functional_cg.stages.trial.ulps import Shaker, stand_ins
+from functional_cg.stages.trial.judge import Judge
+from functional_cg.step import certify
 from functional_cg.testing import assert_trees_all_equal
 from tests.other_rounding import compile_wide
 from tests.pipelines.programs import ONE, Run, made, rows
@@ -73,22 +74,16 @@ def test_what_a_stage_keeps_for_its_backward_may_be_views() -> None:
 # -- the comparison with the traced calls before the first call commits ------------------------------------------------
 
 
-def perturbed(microbatches: int, monkeypatch: pytest.MonkeyPatch) -> Sequence[int]:
-    """How many calls of stages a comparison perturbs in each of its runs; it needs one for each of two steps."""
-    counts, results = list[int](), Shaker.results
+def compared(microbatches: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each function is compared with its calls before a first call commits."""
+    counts, differences = Counter[str](), Judge.differences
 
-    def counted(shaker: Shaker, instr: Any, made: Any) -> None:
-        counts[-1] += 1
-        results(shaker, instr, made)
+    def counted(judge: Judge, values: Any, buffers: Any) -> Any:
+        counts[judge._reference.program.function] += 1
+        return differences(judge, values, buffers)
 
-    def run(reference: Reference, buffers: Any, see: Any, shaker: Any = None) -> None:
-        counts.extend([0] if shaker is not None else [])
-        runs(reference, buffers, see, shaker)
-
-    runs = Reference.run
     with monkeypatch.context() as patch:
-        patch.setattr(Shaker, "results", counted)
-        patch.setattr(Reference, "run", run)
+        patch.setattr(Judge, "differences", counted)
         _, state, function = made(Run("1f1b", (), cuts=(2,), microbatches=microbatches), ONE)
         step = fcg.graph_step(function, lowering=compile_wide)
         step(state, rows(0, 0))
@@ -96,36 +91,21 @@ def perturbed(microbatches: int, monkeypatch: pytest.MonkeyPatch) -> Sequence[in
     return counts
 
 
-def test_rounding_is_measured_once_for_each_call_of_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one micro-batch or another, in place of all: as many calls are perturbed, whatever the number of these."""
-    (few, again), many = perturbed(2, monkeypatch), perturbed(4, monkeypatch)
-    assert few == again > 0
-    assert many == [few, few]
-
-
-def test_each_call_of_a_stage_is_perturbed_on_one_micro_batch_in_place_of_all() -> None:
-    _, state, function = made(Run("zbv", (), cuts=(1, 2, 3), microbatches=4), ONE)
-    program = fcg.graph_step(function, lowering="aten").lower(state, rows(0, 0)).program
-    every = stand_ins(program.instrs)
-    assert {every[one] for one in program.instrs if one.region is None} == {0}
-    chosen = {one: every[one] for one in program.instrs if one.region is not None}
-    assert Counter(chosen.values()) == {4: len(chosen) // 4, 0: len(chosen) - len(chosen) // 4}
-    of_calls = Counter((one.region[0], one.site, str(one.op)) for one in chosen if chosen[one])  # type: ignore[index]
-    on_all = Counter((one.region[0], one.site, str(one.op)) for one in chosen)  # type: ignore[index]
-    assert {name: 4 * count for name, count in of_calls.items()} == on_all
-    numbers = {one.region[1] for one in chosen if chosen[one]}  # type: ignore[index]
-    assert len(numbers) == 4, "no micro-batch is left out"
-    found = Shaker(stands_for=chosen)
-    assert {found.on(one) is None for one in chosen if not chosen[one]} == {True}
-    ulps = {found.on(one).most for one in chosen if chosen[one]}  # type: ignore[union-attr]
-    assert ulps == {2}, "their variance is four times that of one ulp"
+def test_a_function_is_compared_as_often_whatever_the_number_of_micro_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the first micro-batch and on the last."""
+    few, many = compared(2, monkeypatch), compared(6, monkeypatch)
+    assert few == many
+    assert {*few.values()} == {2}
+    assert {name.partition(" of ")[0] for name in few} == {"forward", "backward", "weights"}
 
 
 class ErrsOnce:
-    """A compiler whose first function, the forward of the first stage, errs on one of two micro-batches."""
+    """A compiler whose first function, the forward of the first stage, errs on one of its micro-batches."""
 
-    def __init__(self, microbatch: int) -> None:
-        self.microbatch, self.functions, self.calls = microbatch, 0, 0
+    def __init__(self, microbatch: int, microbatches: int) -> None:
+        self.microbatch, self.microbatches, self.functions, self.calls = microbatch, microbatches, 0, 0
 
     def __call__(self, graph: Any, arguments: Any) -> Any:
         exact, self.functions = compile_wide(graph, arguments), self.functions + 1
@@ -133,14 +113,31 @@ class ErrsOnce:
 
     def called(self, exact: Any, args: Any) -> Any:
         self.calls += 1
-        wrong = self.calls % 2 == self.microbatch
+        wrong = self.calls % self.microbatches == (self.microbatch + 1) % self.microbatches
         return [one * 1.001 if wrong and one.is_floating_point() else one for one in exact(*args)]
 
 
-@pytest.mark.parametrize("microbatch", share([1, 0], 2))
-def test_a_mistake_on_any_micro_batch_is_refused(microbatch: int) -> None:
-    _, state, function = made(Run("1f1b", (), cuts=(2,), microbatches=2), ONE)
-    step, before = fcg.graph_step(function, lowering=ErrsOnce(microbatch)), fcg.snapshot(state)
-    with pytest.raises(fcg.MiscompileError, match=r"computes something else; the state is unchanged"):
+@pytest.mark.parametrize("microbatch", share([2, 0], 2))
+def test_a_mistake_on_the_first_or_the_last_micro_batch_is_refused(microbatch: int) -> None:
+    _, state, function = made(Run("1f1b", (), cuts=(2,), microbatches=3), ONE)
+    step, before = fcg.graph_step(function, lowering=ErrsOnce(microbatch, 3)), fcg.snapshot(state)
+    with pytest.raises(
+        fcg.MiscompileError, match=r"something else; the state is unchanged(.|\n)*forward of stage 0  f32"
+    ):
         step(state, rows(0, 0))
     assert_trees_all_equal(state, before)
+
+
+@pytest.mark.parametrize(
+    ("rooms", "said"), [([None, 0], "certified: "), ([0], "not certified: call by call it takes")]
+)
+def test_one_call_of_a_function_will_do_where_memory_is_too_little(
+    rooms: Sequence[int | None], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the first micro-batch, activations of few others are there; on the last, of many."""
+    left = chain(*([room] * 6 for room in rooms[:-1]), repeat(rooms[-1]))
+    monkeypatch.setattr(certify._Copied, "room", lambda space: next(left))
+    _, state, function = made(Run("gpipe", (), cuts=(2,), microbatches=4), ONE)
+    step = fcg.graph_step(function, lowering=compile_wide)
+    step(state, rows(0, 0))
+    assert any(line.strip().startswith(said) for line in step.explain().splitlines())

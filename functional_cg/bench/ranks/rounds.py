@@ -6,14 +6,18 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..system import waiter
 
-__all__ = ["ROUNDS", "Times", "peak_gib", "timed", "together", "until_it_returns"]
+__all__ = [
+    "ROUNDS", "Times", "held_gib", "of_each_rank", "peak_gib", "timed", "together", "until_it_returns",
+]  # fmt: skip
 
+T = TypeVar("T")
 ROUNDS, WARM_UPS = 5, 5
 
 
@@ -94,3 +98,20 @@ def peak_gib(device: torch.device) -> float:
     peak = torch.cuda.max_memory_allocated(device) / 2**30
     torch.cuda.reset_peak_memory_stats(device)
     return peak
+
+
+def held_gib(device: torch.device) -> float:
+    """Return the GiB that are held between steps, the memory of graphs included; 0.0 on a CPU."""
+    if device.type != "cuda":
+        return 0.0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device) / 2**30
+
+
+def of_each_rank(value: T) -> list[T]:
+    """Return a value of each rank."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found

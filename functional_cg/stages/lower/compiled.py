@@ -29,6 +29,7 @@ from ..passes.summed_products import join_summed_products
 from ..plan import AtenPlan, Buffers, ExecutionPlan, Run, lower_aten
 from ..program import Instr, Program, Var, highest, map_vars
 from ..schedule import Schedule, schedule
+from ..template import calls_of
 from ..trial.reference import Reference
 from .graph import Entrance, build_graph
 from .head import Compiler, Head, by_inductor
@@ -64,6 +65,7 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
     why = without_lanes(device, options.backend) if asked else ""
     if choice == "aten" or (choice == "auto" and not on_gpu):
         if asked and not why:
+            program.instrs = calls_of(program.instrs)
             beside_collectives(program, device, _held(program), options.branch_memory)
             return BranchedPlan(program, schedule(program), _spread(program, options))
         plan: ExecutionPlan = lower_aten(program)
@@ -80,6 +82,7 @@ def _compiled(
     on_gpu, choice = device.type == "cuda", options.lowering
     if any(instr.region for instr in program.instrs):
         return RegionsPlan(program, device, None if isinstance(choice, str) else choice, reference)
+    program.instrs = calls_of(program.instrs)
     compiler = None if isinstance(choice, str) else choice
     on_lanes = lanes and compiler is None  # on a CPU, simulated ones: it stands for a GPU
     if on_gpu or on_lanes:

@@ -46,6 +46,10 @@ class Head:
       metrics: How many of its results leave the step; each of them gets separate memory.
       count: How many of its results are used.
       known: Whether the compiler is the built-in one, whose results never alias an argument.
+
+    Attributes:
+      compiled: What the compiler returned; None before.
+      after: If there: called with the arguments and the results of each call.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Head:
         self.graph, self._name, self._compiler = graph, name, compiler
         self._metrics, self._count, self._known = metrics, count, known
         self.compiled: Callable[..., Any] | None = None
+        self.after: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None
 
     def __str__(self) -> str:
         return f"compiled.{self._name}"
@@ -75,4 +80,6 @@ class Head:
             apart.append(result.clone() if key in taken else result)
             if position < self._metrics:
                 taken.add(key)  # a compiler may return one buffer for two equal results
+        if self.after is not None:
+            self.after(arguments, apart)
         return apart

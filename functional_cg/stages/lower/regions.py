@@ -7,6 +7,8 @@ call does not take longer with more micro-batches, and memory is allocated and f
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,6 +16,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...shards.collectives import is_collective
 from ...shards.transfers import TRANSFERS
@@ -21,7 +24,9 @@ from ..passes.bounds import check_values
 from ..plan import AtenPlan, Buffers, Run
 from ..program import Instr, Program, Var, map_vars, vars_in
 from ..schedule import Schedule, schedule
+from ..template import Template
 from ..trial.reference import Reference
+from ..trial.trial import See
 from .arguments import like
 from .graph import Entrance, build_graph
 from .head import Compiler, Head, by_inductor
@@ -147,21 +152,33 @@ class RegionsPlan:
     ) -> None:
         self.schedule = plan = schedule(program)
         self._device, self._reference = device, reference
-        self._heads: dict[Head, list[Var]] = {}
+        self._heads: dict[Head, Program] = {}
         runs = [(name, list(run)) for name, run in groupby(plan.head, lambda instr: instr.region)]
         found = list(_found(runs, plan, program))
+        templates = dict.fromkeys(instr.op for instr in plan.head if isinstance(instr.op, Template))
+        repeated = {
+            one: _Region.of(one.name, one.calls, {*one.results}) for one in templates if _is_region(one)
+        }
         shared: dict[tuple[Any, ...], list[_Region]] = {}
-        for region, _ in found:
+        for region in (*(region for region, _ in found), *repeated.values()):
             if region is not None:
                 shared.setdefault(region.signature(), []).append(region)
         calls = {
-            region: call for alike in shared.values() for region, call in self._compiled(alike, compiler)
+            region: [*region.views, call, *region.after]
+            for alike in shared.values()
+            for region, call in self._compiled(alike, compiler)
         }
-        head = [
-            instr
-            for region, run in found
-            for instr in (run if region is None else (*region.views, calls[region], *region.after))
-        ]
+        others = {
+            one: one.with_calls(calls[region], one.given, one.results)
+            for one, region in repeated.items()
+            if region is not None
+        }
+        head = [instr for region, run in found for instr in (run if region is None else calls[region])]
+        head = [replace(instr, op=others[instr.op]) if instr.op in others else instr for instr in head]
+        called = (
+            one for instr in head for one in (instr.op.calls if instr.op in others.values() else (instr,))
+        )
+        self._times = Counter(instr.op for instr in called if isinstance(instr.op, Head))
         self.functions = len(self._heads)
         self._aten = AtenPlan(program, replace(plan, head=head))
 
@@ -180,18 +197,40 @@ class RegionsPlan:
         compile_it = compiler or partial(by_inductor, first.name, on_host=on_host, small=False, in_order=True)
         name = first.name.replace(" ", "_")
         head = Head(name, graph, compile_it, metrics=0, count=len(wanted), known=compiler is None)
-        self._heads[head] = first.inputs
+        self._heads[head] = part
         for one, column in zip(alike, columns, strict=True):
             yield one, Instr(head, tuple(one.inputs), {}, column, (), None)
+
+    @contextlib.contextmanager
+    def watched(self, see: See) -> Iterator[None]:
+        """Show the first and the last call that a run makes of each function: ``see(calls, arguments, results)``."""
+        counts = Counter[Head]()
+
+        def after(head: Head, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+            counts[head] += 1
+            if counts[head] in (1, self._times[head]):
+                see(self._heads[head], arguments, results)
+
+        try:
+            for head in self._heads:
+                head.after = partial(after, head)
+            yield
+        finally:
+            for head in self._heads:
+                head.after = None
 
     def as_text(self) -> str:
         return "\n".join([*(f"{head}:\n{head.graph.code}" for head in self._heads), self._aten.as_text()])
 
     def bind(self, buffers: Buffers) -> Run:
-        for head, inputs in self._heads.items():
+        for head, part in self._heads.items():
             if head.compiled is None:
-                head.compile([like(var) for var in inputs])
+                head.compile([like(var) for var in part.inputs])
         return self._aten.bind(buffers, partial(self._reference.raises_at, buffers))
+
+
+def _is_region(template: Template) -> bool:
+    return template.calls[0].region is not None
 
 
 def _found(
@@ -211,4 +250,5 @@ def _found(
             for var in instr.outputs()
             if var in ends or readers.get(var, set()) - {number}
         }
-        yield (None if name is None else _Region.of(name[0], run, wanted)), run
+        alone = name is None or isinstance(run[0].op, Template)
+        yield (None if alone else _Region.of(name[0], run, wanted)), run

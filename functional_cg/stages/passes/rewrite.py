@@ -12,7 +12,7 @@ condition then chooses between vectors. Leaves that are zero need not be copied 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...shards.collectives import WAIT
 from ..program import Instr, Program, SlotRange, Var, highest, map_vars, written_storages
+from ..template import Template, merge_given, rename, rewrite_templates
 
 __all__ = ["clears", "range_tensor", "rewrite"]
 
@@ -42,9 +43,10 @@ def rewrite(program: Program, places: Sequence[tuple[int, int]]) -> None:
       places: Slab and offset of each slot.
     """
     program.places = list(places)
-    renamed: dict[Var, Var] = {}
+    renamed = rewrite_templates(program, _rewritten)
     _drop_detaches(program, renamed)
     _drop_copies(program, renamed)
+    merge_given(program)
     _alias_roles(program, renamed)
     program.outputs = map_vars(lambda var: _final(renamed, var), program.outputs)
     program.reports = [
@@ -60,6 +62,15 @@ def rewrite(program: Program, places: Sequence[tuple[int, int]]) -> None:
         _merge_updates(program, known)
 
 
+def _rewritten(part: Program) -> None:
+    """Rewrite the calls of a template; what it gets or returns, others may write: a copy of it stays."""
+    renamed: dict[Var, Var] = {}
+    _drop_detaches(part, renamed)
+    _drop_copies(part, renamed, {var.storage for var in (*part.inputs, *part.results)})
+    _alias_roles(part, renamed)
+    part.outputs = [_final(renamed, var) for var in part.outputs]
+
+
 def _final(renamed: Mapping[Var, Var], var: Var) -> Var:
     while var in renamed:  # a detached vector may have been replaced in turn
         var = renamed[var]
@@ -69,7 +80,7 @@ def _final(renamed: Mapping[Var, Var], var: Var) -> Var:
 def _drop_detaches(program: Program, renamed: dict[Var, Var]) -> None:
     kept = []
     for instr in program.instrs:
-        _rename(instr, renamed)
+        rename(instr, renamed)
         if instr.op in _NOTHING:
             renamed[instr.out] = instr.args[0]
         else:
@@ -77,12 +88,12 @@ def _drop_detaches(program: Program, renamed: dict[Var, Var]) -> None:
     program.instrs = kept
 
 
-def _drop_copies(program: Program, renamed: dict[Var, Var]) -> None:
-    """Drop copies if neither copy nor source is written; a clone only if it does not leave the step."""
-    written = written_storages(program.instrs)
+def _drop_copies(program: Program, renamed: dict[Var, Var], known: Iterable[int] = ()) -> None:
+    """Drop copies if neither copy nor source is written, or known; a clone only if it does not leave the step."""
+    written = written_storages(program.instrs).union(known)
     # A copy resolves a lazy conjugate or negative view, for kernels that cannot read such a view.
     kept_sources = written | {
-        instr.out.storage for instr in program.instrs if instr.op in _LAZY and isinstance(instr.out, Var)
+        var.storage for instr in program.instrs if _may_be_lazy(instr) for var in instr.outputs()
     }
     kept_copies = kept_sources | {
         _final(renamed, var).storage for var in (*program.results, *program.new_state)
@@ -90,7 +101,7 @@ def _drop_copies(program: Program, renamed: dict[Var, Var]) -> None:
     original: dict[int, int] = {}
     kept = []
     for instr in program.instrs:
-        _rename(instr, renamed)
+        rename(instr, renamed)
         for var in instr.outputs():  # views of a dropped copy
             var.storage = original.get(var.storage, var.storage)
         source, kept_as = _copied(instr), kept_copies if instr.op is _CLONE else kept_sources
@@ -100,6 +111,12 @@ def _drop_copies(program: Program, renamed: dict[Var, Var]) -> None:
         else:
             kept.append(instr)
     program.instrs = kept
+
+
+def _may_be_lazy(instr: Instr) -> bool:
+    if isinstance(instr.op, Template):
+        return any(map(_may_be_lazy, instr.op.calls))
+    return instr.op in _LAZY
 
 
 def _copied(instr: Instr) -> Var | None:
@@ -132,7 +149,7 @@ def _alias_roles(program: Program, renamed: dict[Var, Var]) -> None:
     place_of = dict(zip(program.slots, program.places, strict=True))
     kept = []
     for instr in program.instrs:
-        _rename(instr, renamed)
+        rename(instr, renamed)
         if not _is_ravel(instr):
             kept.append(instr)
             continue
@@ -153,15 +170,6 @@ def _alias_roles(program: Program, renamed: dict[Var, Var]) -> None:
 
 def _is_ravel(instr: Instr) -> bool:
     return bool(instr.op._schema.name == "fcg::ravel")
-
-
-def _rename(instr: Instr, renamed: Mapping[Var, Var]) -> None:
-    if any(var in renamed for var in instr.inputs()):
-        instr.takes(
-            map_vars(lambda var: renamed.get(var, var), instr.args),
-            {k: map_vars(lambda var: renamed.get(var, var), value) for k, value in instr.kwargs.items()},
-        )
-        instr.writes = tuple(renamed.get(var, var) for var in instr.writes)
 
 
 def _is_role(

@@ -11,8 +11,9 @@ import torch
 
 from ...messages.source import Location
 from ...tensors.aten import FUSED, takes_layout
-from ..keys import draws, shared_keys
+from ..keys import draws_among, shared_keys
 from ..program import Instr, Program, Var, live
+from ..template import Template
 
 __all__ = ["Inspection", "inspection_of"]
 
@@ -84,7 +85,7 @@ def inspection_of(program: Program, watched: Sequence[str]) -> Inspection:
     kept, needed = live(program.instrs, [*program.new_state, *program.results])
     return Inspection(
         function=program.function,
-        calls=dict(Counter(str(instr.op) for instr in program.instrs).most_common()),
+        calls=dict(_counts(program.instrs).most_common()),
         leaves=len(program.slots),
         unchanged=tuple(
             name
@@ -105,6 +106,18 @@ def inspection_of(program: Program, watched: Sequence[str]) -> Inspection:
     )
 
 
+def _counts(instrs: Iterable[Instr]) -> Counter[str]:
+    """Return how many calls of each op there are, with those that a template stands for."""
+    found = Counter(instr.op for instr in instrs)
+    counts: Counter[str] = Counter()
+    for op, times in found.items():
+        each = (
+            op.known("counts", lambda one: _counts(one.calls)) if isinstance(op, Template) else {str(op): 1}
+        )
+        counts.update({name: times * count for name, count in each.items()})
+    return counts
+
+
 def _repeated(program: Program) -> Iterator[str]:
     """Yield draws whose key no call changes: it depends on no input and on no leaf that gets a new value."""
     if not program.new_state:  # a read-only function: its state may change between calls
@@ -112,8 +125,8 @@ def _repeated(program: Program) -> Iterator[str]:
     pairs = zip(program.slots, program.new_state, strict=False)
     changing = {*program.inputs, *(old for old, new in pairs if old is not new)}
     changing |= set(program.slots[len(program.new_state) :])  # states that are only read here
-    drawn = set(draws(program))
-    for instr in program.instrs:
+    calls, drawn = draws_among(program)
+    for instr in calls:
         if not changing.isdisjoint(instr.inputs()):
             changing.update(instr.outputs())
         elif instr in drawn:
@@ -174,6 +187,8 @@ def _own(unchanged: Collection[Var], calls: Iterable[tuple[Instr, list[Var]]]) -
     sites: dict[Var, Location | None] = {}
     for instr, lost in calls:
         if instr.inner or instr.backward:  # a gradient is no new value either
+            continue
+        if isinstance(instr.op, Template):  # the same calls, for another micro-batch
             continue
         for source, result in _same_kind(instr):
             if source in leaf_of:

@@ -25,6 +25,7 @@ from ...shards.transfers import is_between_ranks
 from ...tensors.aten import named_arguments, tensors_in
 from ..plan import evaluate_all
 from ..program import Constant, Instr, Program, Var, live, written_storages
+from ..template import calls_of
 
 __all__ = [
     "BY_NUMBER",
@@ -73,7 +74,7 @@ def value_of(
     if var is None:
         return None
     own = [instr for instr in program.instrs if not instr.checks and not is_between_ranks(instr.op)]
-    instrs, _ = live(own, [var])
+    instrs, _ = live(calls_of(live(own, [var])[0]), [var])
     values = {constant.var: constant.value for constant in program.constants}
     decided = _decided(instrs)
     if decided:

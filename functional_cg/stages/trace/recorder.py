@@ -122,6 +122,11 @@ class Recorder(TorchDispatchMode):
         return references
 
     @property
+    def reserved(self) -> tuple[int, int]:
+        """How many numbers of variables and of storages are given away."""
+        return self._known.count, self._known.storages
+
+    @property
     def variables(self) -> list[Var]:
         """The variables of the tensors that :meth:`release` drops, in order."""
         return self._known.standing

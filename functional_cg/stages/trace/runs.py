@@ -75,6 +75,7 @@ def _run(
             old = recipe.states[0] if recipe.donates else None
             result = shown(result) if old is None else left(old.specs, old.treedef, result)
     recorder.rules.refuse_what_was_caught()
+    program.reserved = recorder.reserved
     read_result(recipe, program, recorder.variable, result)
     recorder.supposed.refuse_written()
     read_reports(program, recorder.var_of, recorder.met, recorder.work)

@@ -14,6 +14,7 @@ from ...messages.source import Location
 from ...state.arena import BufferSpec
 from ...tree import path_string
 from ..program import Instr, Program, Var, live, map_vars
+from ..template import Template, calls_of
 
 __all__ = ["refuse_another_call", "refuse_another_literal", "refuse_another_result", "refuse_another_start"]
 
@@ -35,12 +36,19 @@ def _same(a: Any, b: Any) -> bool:
         return a is b
 
 
+def _same_op(one: Any, other: Any) -> bool:
+    """Whether two ops are one, or templates of calls that were compared before."""
+    if isinstance(one, Template) and isinstance(other, Template):
+        return one.start == other.start
+    return one is other
+
+
 def refuse_another_call(first: Program, number: int, instr: Instr) -> None:
     """Raise if a call differs from the call of the same number in the first trace."""
     known = first.instrs[number] if number < len(first.instrs) else None
     if (
         known is None
-        or known.op is not instr.op
+        or not _same_op(known.op, instr.op)
         or not _same(known.args, instr.args)
         or not _same(known.kwargs, instr.kwargs)
     ):
@@ -87,8 +95,8 @@ def refuse_another_start(cold: Program, warm: Program, tables: Mapping[Var, Var]
     for one, other in ((cold.slots, warm.slots), (cold.inputs, warm.inputs)):
         twins |= dict(zip(one, other, strict=True))
     results = [*cold.new_state, *cold.results]
-    calls, used = live(_besides(cold.instrs, set(tables), results), results)
-    others, used_again = live(warm.instrs, [*warm.new_state, *warm.results])
+    calls, used = live(_besides(calls_of(cold.instrs), set(tables), results), results)
+    others, used_again = live(calls_of(warm.instrs), [*warm.new_state, *warm.results])
     literals = [one for one in cold.constants if one.var in used - tables.keys()]
     again = [one for one in warm.constants if one.var in used_again - {*tables.values()}]
     twins |= {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,9 +15,10 @@ from ..lifetimes import peak_bytes, storage_bytes
 from ..passes.fused import at_places, group_size
 from ..plan import Buffers, evaluate, quiet
 from ..program import Instr, Program, Var, live, written_storages
+from ..template import calls_of
 from .remat_plan import Action, in_order, within
 from .row_blocks import in_blocks
-from .ulps import Shaker, decides, stand_ins
+from .ulps import Shaker, decides
 from .unchecked import Unchecked
 
 __all__ = ["Output", "Reference"]
@@ -50,27 +51,23 @@ class Reference:
 
     Args:
       program: The program as traced, before any lowering.
+      outputs: Its outputs, if they are not its metrics and new leaves.
 
     Attributes:
       program: The program.
       outputs: Its outputs, metrics first.
       unchecked: Which of its slots and inputs may hold any value.
-      stand_ins: Which calls may be perturbed in place of others, and of how many.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, outputs: Sequence[Output] = ()) -> None:
         self.program = program
         self.unchecked = Unchecked.of(program)
         leaves = zip(program.slot_names, program.slots, program.new_state, strict=False)
-        self.outputs = [Output(name, var) for name, var in program.named_results()]
+        self.outputs = [*outputs] or [Output(name, var) for name, var in program.named_results()]
         self.outputs += [Output(name, new, i) for i, (name, old, new) in enumerate(leaves) if old is not new]
         self._turned: dict[Instr, Collection[Var]] = {}  # results that may lie in other strides, by call
 
     @cached_property  # like the other two: a step that is not compiled needs none of them
-    def stand_ins(self) -> Mapping[Instr, int]:
-        return stand_ins(self._instrs)
-
-    @cached_property
     def _actions(self) -> list[Action]:
         return in_order(self._instrs)
 
@@ -82,7 +79,7 @@ class Reference:
     @cached_property
     def _instrs(self) -> list[Instr]:
         """The calls that outputs need, with a call that shows each output after the last write to it."""
-        instrs, _ = live(self.program.instrs, [out.var for out in self.outputs])
+        instrs, _ = live(calls_of(self.program.instrs), [out.var for out in self.outputs])
         instrs = [one for instr in instrs for one in _leaf_by_leaf(instr)]
         last: dict[int, int] = {}
         for number, instr in enumerate(instrs):
@@ -184,7 +181,7 @@ class Reference:
     def _call(
         self, instr: Instr, values: dict[Var, Tensor], static: Iterable[Var], shaker: Shaker | None
     ) -> None:
-        shaker, given = None if shaker is None else shaker.on(instr), values
+        given = values
         if shaker is not None:
             instr, moved = shaker.scalars(instr), shaker.arguments(instr, values)
             given = values | moved if moved else values

@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from ..plan import Buffers, ExecutionPlan, quiet
+from ..program import Program
 from .judge import Difference, Judge
-from .reference import Reference
+from .reference import Output, Reference
 from .sketch import Distance
 
-__all__ = ["Certificate", "Space", "Trial"]
+__all__ = ["Certificate", "See", "Space", "Trial", "TrialOfFunctions"]
+
+# Gets the calls of a function as a program, the arguments of a call, and what it returned.
+See = Callable[[Program, Sequence[Tensor], Sequence[Tensor]], None]
 
 _log = logging.getLogger("functional_cg")
 
@@ -68,6 +73,14 @@ class Space(Protocol):
         ...
 
 
+class Shown(Protocol):
+    """A plan whose compiled functions run several times each."""
+
+    def watched(self, see: See) -> AbstractContextManager[None]:
+        """Show some calls of each of them during a block."""
+        ...
+
+
 class Trial:
     """Compares a plan with its program.
 
@@ -78,6 +91,7 @@ class Trial:
 
     Attributes:
       lacking: Bytes of memory that the reference lacks; if not 0, nothing was compared.
+      share: The largest difference found, as a fraction of what rounding explains.
     """
 
     def __init__(self, reference: Reference, plan: ExecutionPlan, together: Callable[[bool], bool]) -> None:
@@ -85,12 +99,7 @@ class Trial:
         self._judge = Judge(reference, together)
         self._ahead = 0  # steps of the plan that the slots have taken
         self._advances = any(out.slot is not None for out in reference.outputs)
-        self.lacking = 0
-
-    @property
-    def share(self) -> float:
-        """The largest difference found, as a fraction of what rounding explains."""
-        return self._judge.share
+        self.lacking, self.share = 0, 0.0
 
     def rehearse(self, buffers: Buffers, scratch: Sequence[Tensor]) -> None:
         """Compile the plan and run it once on other inputs, so that the trial exposes anything it keeps of them.
@@ -128,6 +137,7 @@ class Trial:
             back = partial(self._go_to, steps, space)
             back()
             wrong = self._judge.limits(partial(self._made, space), space.buffers, back)
+            self.share = self._judge.share
             if self._together(bool(wrong)):
                 return self._described(wrong, space, back)
             if not self._advances:
@@ -163,3 +173,34 @@ class Trial:
         back()
         expected = self._judge.expected(wrong, space.buffers)
         return self._judge.described(wrong, self._made(space), expected)
+
+
+class TrialOfFunctions(Trial):
+    """Compares each compiled function of a plan with its calls, on what it gets in a run; all else are ATen calls.
+
+    A function that runs for each micro-batch is compared as often whatever their number, and by each rank alone. One of
+    its calls will do where memory is too little for the others.
+    """
+
+    def differences(self, space: Space) -> list[Difference]:
+        found: list[Difference] = []
+        lacks: dict[Program, int] = {}  # 0 for what was compared
+
+        def see(part: Program, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+            outputs = [Output(f"{part.function}  {var.spec}", var) for var in part.outputs]
+            reference, room = Reference(replace(part, outputs=[]), outputs), space.room()
+            lack = 0 if room is None else max(reference.fit(room) - room, 0)
+            lacks[part] = min(lack, lacks.get(part, lack))
+            if not lack:
+                judge = Judge(reference, lambda flag: flag)
+                found.extend(judge.differences(results, Buffers((), arguments, ())))
+                self.share = max(self.share, judge.share)
+
+        with cast("Shown", self._plan).watched(see):
+            self._made(space)
+        if self._together(bool(found)):
+            return found
+        lack = max(lacks.values(), default=0)
+        if self._together(lack > 0):
+            self.lacking = max(lack, 1)
+        return []

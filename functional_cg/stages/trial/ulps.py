@@ -8,10 +8,6 @@ random, and see how its outputs change.
 Python numbers among the arguments are perturbed, too: kernels hold them in float32, which costs three digits when an
 optimizer subtracts its decay of 0.999 from 1.
 
-What runs many times in a program, such as a stage of a pipeline on each micro-batch, rounds alike each time, and what
-its calls add to a sum varies by as much whether all of them are perturbed by an ulp, or one of n by the square root of
-n: :func:`stand_ins` chooses those.
-
 Only rounded results are perturbed. A result whose last bits are zero is taken to be exact, such as a whole number. So
 an exact program shows no spread at all, and any result that is not equal to it is wrong.
 
@@ -23,8 +19,7 @@ from __future__ import annotations
 import math
 import random
 import struct
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -35,11 +30,10 @@ from torch import Tensor
 from ...tensors.ulps import AWAY_FROM_ZERO, DOWN, MOVABLE, TO_ZERO, UP, move
 from ..program import Instr, Var
 
-__all__ = ["Shaker", "decides", "stand_ins"]
+__all__ = ["Shaker", "decides"]
 
 _WIDE = MappingProxyType({torch.bfloat16: torch.float32, torch.float16: torch.float32})
 _MOST_NARROW = 8  # ulps of a 16-bit dtype: more would change the number too much
-_STANDS_FOR = 32  # calls: then it is perturbed by as many ulps as a 16-bit dtype can be
 # Ops that only move or select numbers do not round.
 _MOVES = frozenset(
     """clone copy copy_ cat stack where index index_select gather embedding constant_pad_nd repeat flip roll sort
@@ -67,23 +61,12 @@ class Shaker:
       leans: Whether all elements of a result are perturbed in one direction: up, down, away from zero or towards it.
         Equal numbers round alike, so the error of a sum over thousands of them is thousands of times as large.
       dice: Draws for Python numbers, and the seeds for tensors.
-      stands_for: For how many calls a call is perturbed; 0 if it is not, 1 if it is not named.
     """
 
     most: int = 1
     decisions: int = 0
     leans: bool = False
     dice: random.Random = field(default_factory=lambda: random.Random(0))
-    stands_for: Mapping[Instr, int] = field(default_factory=dict)
-
-    def on(self, instr: Instr) -> Shaker | None:
-        """Return the shaker of a call, in place of all those that it stands for; None if it stays as it is."""
-        count = self.stands_for.get(instr, 1)
-        if count < 2:
-            return self if count else None
-        # Whole numbers of -n to n have a variance of n (n + 1) / 3.
-        most = round((math.sqrt(1 + 4 * count * self.most * (self.most + 1)) - 1) / 2)
-        return replace(self, most=most, stands_for={})
 
     def arguments(self, instr: Instr, values: dict[Var, Tensor]) -> dict[Var, Tensor]:
         """Return perturbed arguments that replace some of a call's own."""
@@ -158,27 +141,6 @@ def _flat_in_memory(tensor: Tensor) -> Tensor | None:
     strides = tensor.stride()
     flat = tensor.permute(sorted(range(tensor.dim()), key=lambda axis: -strides[axis]))
     return flat.view(-1) if flat.is_contiguous() else None
-
-
-def stand_ins(instrs: Sequence[Instr]) -> Mapping[Instr, int]:
-    """Choose calls that stand for those of the same place in other runs of a region: another run for each place.
-
-    Returns:
-      For how many calls a call stands; 0 for those that another one stands for, and for those outside of regions, which
-      a plan leaves as they are. Empty if there are no regions.
-    """
-    turns: dict[str, dict[int, int]] = {}  # name of a region -> number of a run -> how many came before
-    places = Counter[tuple[str, int]]()
-    found: list[tuple[Instr, str, int]] = []
-    for instr in instrs:
-        if instr.region is not None:
-            name, number = instr.region
-            turn = turns.setdefault(name, {}).setdefault(number, len(turns[name]))
-            found.append((instr, name, places[instr.region] - turn))
-            places[instr.region] += 1
-    counts = {name: min(len(of_name), _STANDS_FOR) for name, of_name in turns.items()}
-    stand = {instr: counts[name] for instr, name, apart in found if apart % counts[name] == 0}
-    return {instr: stand.get(instr, 0) for instr in instrs} if stand else {}
 
 
 def decides(instr: Instr) -> bool:

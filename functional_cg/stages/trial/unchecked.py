@@ -7,12 +7,13 @@ integer division by zero kills the process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..program import Instr, Program, Var
+from ..template import Template
 
 __all__ = ["Unchecked"]
 
@@ -61,7 +62,7 @@ class Unchecked:
         Walks the calls backwards: the values that a checked value is computed from count as checked, too. A warm-up
         runs more than once, so the new value of a checked slot counts as well; its inputs are those of the call.
         """
-        calls = [_Call.of(instr) for instr in reversed(program.instrs)]
+        calls = _in_reverse(program.instrs)
         checked = _computed_from(calls, set())  # storages
         inputs = tuple(var.storage not in checked for var in program.inputs)
         known: set[int] = set()
@@ -92,6 +93,34 @@ class _Call:
         return cls(
             *(frozenset([var.storage for var in of]) for of in (made, instr.inputs(), _checked_by(instr)))
         )
+
+
+def _in_reverse(instrs: Sequence[Instr]) -> list[_Call]:
+    """Return the calls, the last one first; a template counts as a call for each of its results, and its checks."""
+    out: list[_Call] = []
+    for instr in reversed(instrs):
+        if not isinstance(instr.op, Template):
+            out.append(_Call.of(instr))
+            continue
+        checked, reads = instr.op.known("unchecked", _summary)
+        given = [var.storage for var in instr.args[0]]
+        out += [
+            _Call(frozenset([var.storage]), frozenset([given[n] for n in read]), frozenset())
+            for var, read in zip(instr.out, reads, strict=True)
+        ]
+        out.append(_Call(frozenset(), frozenset(), frozenset([given[n] for n in checked])))
+    return out
+
+
+def _summary(template: Template) -> tuple[Sequence[int], list[Sequence[int]]]:
+    """Return which of what a template is given is checked, and which each of its results is computed from."""
+    calls, given = _in_reverse(template.calls), [var.storage for var in template.given]
+
+    def among(storages: set[int]) -> Sequence[int]:
+        return [number for number, one in enumerate(given) if one in storages]
+
+    checked = among(_computed_from(calls, set()))
+    return checked, [among(_computed_from(calls, {var.storage})) for var in template.results]
 
 
 def _computed_from(calls: Iterable[_Call], checked: set[int]) -> set[int]:

@@ -18,6 +18,7 @@ from ...stages.lower.in_place import InPlacePlan
 from ...stages.plan import Buffers, lower_aten
 from ...stages.program import Instr, Program
 from ...stages.schedule import Schedule
+from ...stages.template import unrolled
 from ...stages.work import bytes_of
 from ..costs import COPIES
 from ..lowered import Lowered
@@ -45,7 +46,7 @@ def profile_of(call: Call, lowered: Lowered) -> Profile:
       RankError: If they do not.
       CaptureError: On a GPU, if torch's profiler records no kernel.
     """
-    program, device, mesh = lowered.program, call.device, lowered.mesh
+    program, device, mesh = unrolled(lowered.program), call.device, lowered.mesh
     together(mesh, call.function, f"profile `{call.function}`")
     arenas = [state.arena.copy() for state in call.states]
     slots = [

@@ -25,7 +25,8 @@ from ...errors import RankError
 from ...shards.collectives import ALL_REDUCE, GATHER, REDUCE_SCATTER
 from ...shards.mesh import Mesh
 from ...shards.transfers import RECEIVE
-from ...stages.program import Program, Var
+from ...stages.program import Instr, Program, Var
+from ...stages.template import Template
 from ...state.arena import BufferSpec
 from ...tensors.aten import takes_layout
 from .between_stages import is_between_stages
@@ -41,7 +42,8 @@ def told_apart(program: Program) -> list[str]:
     """Return what ranks compare of a program: a hash of each constant, then of the numbers in each call."""
     words = [_digest_of(constant.value) for constant in program.constants]
     return words + [
-        _word(repr(list(_numbers([instr.args, *instr.kwargs.values()])))) for instr in program.instrs
+        instr.op.known("numbers", _word_of_all) if isinstance(instr.op, Template) else _word_of(instr)
+        for instr in program.instrs
     ]
 
 
@@ -199,7 +201,20 @@ def _followed(
     for number, constant in enumerate(program.constants):
         add(constant.var, dict.fromkeys(others.get(number, ()), constant.name))
     for number, instr in enumerate(program.instrs, len(program.constants)):
-        found: dict[str, str] = {}
+        if isinstance(instr.op, Template):
+            given = [of(var) for var in instr.args[0]]
+            told = dict.fromkeys(others.get(number, ()), f"a number of Python in {instr.op}")
+            lies = {var.storage for var in instr.inputs()}
+            for var, read in zip(instr.out, instr.op.known("reads", _reads), strict=True):
+                found = told.copy()
+                for place in read:
+                    found = given[place] | found
+                if var.storage in lies:
+                    views[var] = found
+                else:
+                    add(var, found)
+            continue
+        found = {}
         for var in () if takes_layout(instr.op) else instr.inputs():
             found = of(var) | found
         if number in others:
@@ -223,6 +238,32 @@ def _followed(
             else:
                 add(var, found)
     return of
+
+
+def _reads(template: Template) -> list[list[int]]:
+    """Return of which given values each result of a template is computed."""
+    of: dict[int, set[int]] = {}  # by storage
+    views: dict[Var, set[int]] = {}
+    for place, var in enumerate(template.given):
+        views[var] = {place}
+        of.setdefault(var.storage, set()).add(place)
+    lies = set(of)
+    for instr in template.calls:
+        read = () if takes_layout(instr.op) else instr.inputs()
+        found = set[int]().union(*(views.get(var) or of[var.storage] for var in read))
+        for var in (*instr.outputs(), *instr.writes):
+            views.setdefault(var, set()).update(found) if var.storage in lies else of.setdefault(
+                var.storage, set()
+            ).update(found)
+    return [sorted(views.get(var) or of[var.storage]) for var in template.results]
+
+
+def _word_of(instr: Instr) -> str:
+    return _word(repr(list(_numbers([instr.args, *instr.kwargs.values()]))))
+
+
+def _word_of_all(template: Template) -> str:
+    return _word(" ".join(map(_word_of, template.calls)))
 
 
 def _numbers(value: Any) -> Iterator[Any]:

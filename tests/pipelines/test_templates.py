@@ -1,0 +1,189 @@
+"""What a trace makes again is one call of a template: what is said of that holds of all the calls it stands for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functional_cg as fcg
+from functional_cg.ambient.rehearsal import repeated, tensor_of
+from functional_cg.shards.mesh import Axis, Mesh
+from functional_cg.stages.blocks import Blocks
+from functional_cg.stages.plan import AtenPlan, Buffers
+from functional_cg.stages.program import Instr, Program, Var
+from functional_cg.stages.schedule import Schedule, schedule
+from functional_cg.stages.template import Template, unrolled
+from functional_cg.stages.trace.footprint import inspection_of
+from functional_cg.stages.trial.unchecked import Unchecked
+from functional_cg.state.arena import BufferSpec
+from functional_cg.step.ranks.replicas import _followed, told_apart
+from tests.pipelines.programs import CUTS, FEATURES, ONE, Run, made, rows
+from tests.pipelines.test_mistakes import pipe_of
+from tests.shares import diagonal, share
+
+HERE = Path(__file__)
+VARIANTS = [Run("zero_bubble", FEATURES), *(Run(s, (f,)) for s, f in diagonal([*CUTS], FEATURES))]
+each_variant = pytest.mark.parametrize("run", share(VARIANTS, 3), ids=str)
+
+
+def lowered(run: Run) -> Any:
+    _, state, function = made(run, ONE)
+    return fcg.graph_step(function, lowering="aten").lower(state, rows(0, 0))
+
+
+def templates_of(program: Program) -> list[Instr]:
+    return [instr for instr in program.instrs if isinstance(instr.op, Template)]
+
+
+@pytest.mark.parametrize("features", [("tied",), ("dropout", "aux")])
+def test_a_micro_batch_adds_as_many_calls_whatever_a_stage_computes(features: tuple[str, ...]) -> None:
+    added = set[int]()
+    for layers in (4, 12):
+        sizes = [
+            len(lowered(Run("1f1b", features, cuts=(2,), microbatches=count, layers=layers)).program.instrs)
+            for count in (3, 6)
+        ]
+        added.add(sizes[1] - sizes[0])
+    assert len(added) == 1
+    assert added.pop() < 3 * 24, "a dozen for each of two stages"
+
+
+@each_variant
+def test_what_is_said_of_a_program_is_what_is_said_of_its_calls(run: Run) -> None:
+    """Which values may be any, what is read and drawn, over which ranks each new leaf may differ."""
+    program = lowered(run).reference.program
+    every = unrolled(program)
+    assert len(every.instrs) > len(program.instrs)
+    assert Unchecked.of(program) == Unchecked.of(every)
+    assert inspection_of(program, ()) == inspection_of(every, ())
+    mesh = Mesh((Axis("data", 2, 0, "group"),))
+    specs, names = [var.spec for var in program.slots], [f"input {i}" for i, _ in enumerate(program.inputs)]
+    for of_data in (False, True):
+        found = [_followed(one, specs, names, mesh, {}, {}, {}, of_data=of_data) for one in (program, every)]
+        for var in (*program.new_state, *program.results):
+            assert found[0](var) == found[1](var)
+
+
+@each_variant
+def test_a_rewritten_program_makes_the_calls_of_one_that_is_recorded(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = [schedule(unrolled(lowered(run).program))]
+    monkeypatch.setattr(Blocks, "again", lambda *args: None)
+    plans.append(schedule(lowered(run).program))
+    calls = [[str(instr.op) for instr in plan.head] for plan in plans]
+    assert calls[0] == calls[1]
+    memory = [lowered(run).memory_analysis()["peak"]]
+    monkeypatch.undo()
+    assert memory == [lowered(run).memory_analysis()["peak"]]
+
+
+def block_of(act: Callable[[list[Tensor]], list[Tensor]], *given: Tensor) -> Instr:
+    """The call of a template that stands for a block which is made a second time."""
+
+    def function(*given: Tensor) -> Any:
+        out = [repeated("block", act, [one + number for one in given], number) for number in range(2)]
+        return [tensor_of(one) for of_one in out for one in of_one]
+
+    (instr,) = templates_of(fcg.graph_fn(function, lowering="aten").lower(*given).reference.program)
+    return instr
+
+
+def test_a_number_that_differs_between_ranks_counts_where_a_template_is_called() -> None:
+    def program(number: float) -> Program:
+        def function(x: Tensor) -> Any:
+            out = [repeated("block", lambda g: [g[0] * number + 1], [x + n], n) for n in range(2)]
+            return [tensor_of(one) for (one,) in out]
+
+        return fcg.graph_fn(function, lowering="aten").lower(torch.tensor(1.0)).reference.program
+
+    one, other = program(2.0), program(3.0)
+    place = one.instrs.index(templates_of(one)[0])
+    words = list(zip(told_apart(one), told_apart(other), strict=True))
+    assert words[place][0] != words[place][1]
+    specs = [var.spec for var in one.slots]
+    mesh = Mesh((Axis("data", 2, 0, "group"),))
+    for told in ({}, {place: ("data",)}):
+        of = _followed(
+            one, specs, ["x"], mesh, told, {}, {}
+        )  # a number for all, and so the same on all ranks
+        assert set(of(one.results[1])) == ({"data"} if told else set())
+
+
+class Seen:
+    """An op that says whether a tensor was still alive when it ran."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.of, self.alive = name, weakref.ref(torch.ones(1)), False
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __call__(self, one: Tensor) -> Sequence[Tensor]:
+        self.alive = self.of() is not None
+        return [one + 1]
+
+
+def test_a_template_frees_what_it_is_given_after_its_last_use() -> None:
+    """As a line of calls does: what a forward keeps is free as soon as the backward has read it."""
+    spec = BufferSpec((3,), (1,), torch.float32, torch.device("cpu"))
+    a, b, c, d, e, f = (Var(number, spec, number, 0, fills=True) for number in range(6))
+    maker, first, second = Seen("maker"), Seen("first"), Seen("second")
+
+    def call(op: Any, given: Var, out: Var) -> Instr:
+        return Instr(op, (given,), {}, [out], (), None)
+
+    template = Template("block", [d], [call(first, d, e), call(second, e, f)], [f])
+    program = Program("step", [], [], [a], outputs=[c])
+    plan = AtenPlan(program, Schedule([call(maker, a, b), template.call([b], [c], (0, 0), 1)], outputs=[c]))
+    taken = maker.__call__
+
+    def made_by(one: Tensor) -> Sequence[Tensor]:
+        out = taken(one)
+        first.of = second.of = weakref.ref(out[0])
+        return out
+
+    plan._ops["op_maker"] = made_by
+    (found,) = plan.bind(Buffers([], [torch.zeros(3)], []))(())
+    assert found.tolist() == [3.0, 3.0, 3.0]
+    assert (first.alive, second.alive) == (True, False)
+
+
+def test_an_error_on_a_later_micro_batch_names_the_line() -> None:
+    pipe = pipe_of(microbatches=3)
+
+    def loss_fn(params: Any, batch: Tensor) -> Tensor:
+        hidden = pipe.cut(params["emb"][batch].sin())  # here
+        return (hidden.cos() @ params["w"]).mean()
+
+    params = {"emb": torch.ones(4, 3), "w": torch.ones(3)}
+    step = fcg.graph_fn(lambda p, x: pipe.value_and_grad(loss_fn)(p, x), lowering="aten")
+    step(params, torch.tensor([0, 1, 2]))
+    with pytest.raises(IndexError) as found:
+        step(params, torch.tensor([0, 1, 7]))
+    line = next(n for n, text in enumerate(HERE.read_text().splitlines(), 1) if text.endswith("# here"))
+    assert f"raised by its replay, at {HERE.name}:{line}" in found.value.__notes__[0]
+
+
+def test_results_that_are_one_value_and_what_nobody_reads_are_left_out() -> None:
+    def act(given: list[Tensor]) -> list[Tensor]:
+        x, y = given
+        kept = x.exp()
+        return [kept, kept.detach(), x.detach(), y.sin().cos(), kept.log()]
+
+    def function(x: Tensor, y: Tensor) -> Any:
+        out = [repeated("block", act, [x + number, y + number], number) for number in range(3)]
+        return [tensor_of(one).neg() for kept, same, again, _, log in out for one in (kept, same, again, log)]
+
+    x, y = torch.arange(3.0), torch.ones(3)
+    step = fcg.graph_fn(function, lowering="aten")
+    fcg.testing.assert_trees_all_equal(step(x, y), function(x, y))
+    for instr in templates_of(step.lower(x, y).program):
+        assert [one.name for one in instr.op.calls] == ["exp", "log"]
+        assert (len(instr.op.given), len(instr.op.results)) == (1, 2)
