@@ -224,16 +224,24 @@ def _between(frame: FrameType) -> bool:
 
 def _called_by_torch(frame: FrameType | None) -> bool:
     """Whether torch itself reads, such as for an error message; only reads by user code are refused."""
-    while frame is not None and frame.f_code.co_filename.startswith(_METHODS):
+    return _caller(frame).startswith(_TORCH)
+
+
+def _caller(frame: FrameType | None) -> str:
+    """Return the file that calls a method of a tensor; between are the method's own frames and other modes."""
+    while frame is not None and (frame.f_code.co_filename.startswith(_METHODS) or _is_ours(frame)):
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+    return "" if frame is None else frame.f_code.co_filename
+
+
+def _is_ours(frame: FrameType) -> bool:
+    ours = str(frame.f_globals.get("__name__", "")).startswith("functional_cg.")
+    return ours and not is_user_file(frame.f_code.co_filename)
 
 
 def _is_for_an_optimizer(frame: FrameType | None) -> bool:
     """Whether the user reads a gradient that ``backward()`` would leave, or torch does to clip it."""
-    while frame is not None and frame.f_code.co_filename.startswith(_METHODS):
-        frame = frame.f_back
-    file = "" if frame is None else frame.f_code.co_filename
+    file = _caller(frame)
     return file == clip_grad.__file__ or is_user_file(file)
 
 
