@@ -23,6 +23,7 @@ import torch
 
 from .advice import (
     ARRAY,
+    BUFFER,
     BUILTINS,
     DRAWN_ARRAY,
     FUNCTIONS,
@@ -287,13 +288,27 @@ def _subscript(site: Site) -> tuple[str, str] | None:
     stacked = isinstance(site.value(node.value), list | tuple) or isinstance(node.value, ast.List | ast.Tuple)
     base = f"torch.stack({text_of(node.value)})" if stacked else operand(node.value)
     indices = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
-    if type(site.value(node.value)).__module__ == "numpy":
-        return f"`{text_of(node)}`", TABLE.format(x=text_of(node.value), i=operand(indices[0]))
+    if _is_table(site.value(node.value)):
+        return f"`{text_of(node)}`", _as_tensor_there(site, node.value)
     for kind, fix in _INDEX_FIXES:
         dim = next((dim for dim, index in enumerate(indices) if kind(site, index)), None)
         if dim is not None:
             return f"`{text_of(node)}`", fix(site, base, indices, dim)
     return f"`{text_of(node)}`", INDEX
+
+
+def _is_table(value: Any) -> bool:
+    """Whether a value is numbers on the host: an array of numpy, or a sequence of them."""
+    if isinstance(value, list | tuple):
+        return bool(value) and all(isinstance(one, int | float) for one in value)
+    return type(value).__module__ == "numpy"
+
+
+def _as_tensor_there(site: Site, table: ast.expr) -> str:
+    owner = site.value(table.value) if isinstance(table, ast.Attribute) else None
+    if isinstance(table, ast.Attribute) and isinstance(owner, torch.nn.Module):
+        return BUFFER.format(name=table.attr)
+    return TABLE.format(x=text_of(table))
 
 
 def _is_window(site: Site, index: ast.AST) -> bool:
