@@ -290,8 +290,8 @@ class Reads:
             if id(held) in self._registries:
                 continue
             key = (id(held), How.CONTENTS, None)
-            if key not in self.entries:
-                self.entries[key] = Entry(place, None, How.CONTENTS, Contents(held), place.name)
+            if key not in self.entries and not (contents := Contents(held)).of_the_trace:
+                self.entries[key] = Entry(place, None, How.CONTENTS, contents, place.name)
             for step, part in parts_of(held):
                 self.memory.held(place, part)
                 if is_value(part) or issubclass(type(part), torch.Tensor):
