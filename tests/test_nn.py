@@ -1354,7 +1354,8 @@ def test_adaptive_softmax_is_that_of_torch(targets: Tensor, *, head_bias: bool) 
     expected.loss.backward()
     assert_trees_all_close((output, loss), tuple(one.detach() for one in expected), rtol=1e-12, atol=1e-12)
     of_torch = {
-        name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in module.named_parameters()
+        name: torch.zeros_like(one) if one.grad is None else one.grad
+        for name, one in module.named_parameters()
     }
     assert_trees_all_close(dict(grads), of_torch, rtol=1e-12, atol=1e-12)
 
@@ -1363,7 +1364,9 @@ def test_adaptive_softmax_is_that_of_torch(targets: Tensor, *, head_bias: bool) 
 def test_prediction_of_an_adaptive_softmax_is_that_of_torch() -> None:
     module = Cutoffs(head_bias=True)
     with torch.no_grad():
-        module.last.head.weight.mul_(8)  # clusters are preferred that hold no class as likely as one of the shortlist
+        module.last.head.weight.mul_(
+            8
+        )  # clusters are preferred that hold no class as likely as one of the shortlist
     apply, params, buffers = fcg.from_module(module)
     x = torch.randn(200, 6) * 4
     predicted, _ = fcg.graph_fn(lambda s, x: apply.method("predict")(s["p"], s["b"], x, train=False))(
@@ -1451,7 +1454,8 @@ def test_rnn_that_keeps_what_it_was_called_with_is_refused_with_the_way_out() ->
         return torch.func.functional_call(module, dict(params), (x,))[0]
 
     with pytest.raises(
-        fcg.SideEffectError, match=r"keeps 4 tensors(.|\n)*call the module by (.|\n)*fcg\.from_module(.|\n)*GRU\._flat_weights"
+        fcg.SideEffectError,
+        match=r"keeps 4 tensors(.|\n)*call the module by (.|\n)*fcg\.from_module(.|\n)*GRU\._flat_weights",
     ):
         forward(fcg.place({name: p.detach() for name, p in module.named_parameters()}), torch.ones(2, 4))
 

@@ -99,7 +99,7 @@ def test_lengths_that_torch_refuses_are_refused(lengths, says):
         return state, rnn.pack_padded_sequence(x, lengths, batch_first=True).data
 
     x = torch.randn(3, 4, 5)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="length"):
         rnn.pack_padded_sequence(x, lengths, batch_first=True)
     with pytest.raises(fcg.CaptureError, match=says):
         step({"w": torch.ones(1)}, x)

@@ -88,8 +88,8 @@ FUNCTIONS = _table("""
 INDEX = "index with integer tensors of at least one dimension, `x[i[None]][0]`; for a mask, `torch.where(mask, x, 0)`"
 # {x} is an array of numpy or a list of numbers, {name} its attribute. As a tensor, the line may stay as it is.
 TABLE = (
-    "make it a tensor where it is made, `{x} = torch.tensor({x})`, and declare it, `constants={x}`; or look the value up "
-    "outside of the step and pass it as an input"
+    "make it a tensor where it is made, `{x} = torch.tensor({x})`, and declare it, `constants={x}`; or look the value "
+    "up outside of the step and pass it as an input"
 )
 BUFFER = (
     "make it a buffer of the module where it is made, `self.register_buffer('{name}', torch.tensor({name}))`; or look "

@@ -77,8 +77,10 @@ def _override(frame: FrameType, fix: str) -> str:
 def _configured(frame: FrameType) -> str:
     """Return how to get past a line that a setting of the module's configuration leads to; "" if none does."""
     site = Site.of(frame, frame.f_lasti, by_mask=False)
-    node = None if site is None else site.node
-    while site is not None and (node := site.up(node)) is not None:
+    if site is None:
+        return ""
+    node = site.node
+    while (node := site.up(node)) is not None:
         if not isinstance(node, ast.If):
             continue
         for setting in ast.walk(node.test):
@@ -86,8 +88,8 @@ def _configured(frame: FrameType) -> str:
                 others = [repr(value) for value in _alternatives(node, text_of(setting))]
                 if others:
                     return (
-                        f"it runs since `{text_of(node.test)}`; before `from_module`, set `model.config.{setting.attr}` "
-                        f"to {' or '.join(others)}"
+                        f"it runs since `{text_of(node.test)}`; before `from_module`, set "
+                        f"`model.config.{setting.attr}` to {' or '.join(others)}"
                     )
     return ""
 

@@ -72,7 +72,7 @@ def _of_targets(softmax: weakref.ref[Any], input_: Tensor, target_: Tensor) -> A
     return adaptive._ASMoutput(output, (-output).mean())
 
 
-def _likeliest(softmax: weakref.ref[Any], input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+def _likeliest(softmax: weakref.ref[Any], input: Tensor) -> Tensor:
     """Return the likeliest class: one of the shortlist if the head prefers it to each cluster as a whole."""
     self: Any = softmax()
     output = self.head(input).argmax(1)

@@ -140,7 +140,10 @@ def as_node(value: Any, name: str) -> str:
         held = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
         how = f"register the class once, `fcg.tree.register_dataclass({kind.__name__})`"
     elif kind.__hash__ is None and hasattr(value, "__dict__"):  # compared by what it holds, as a namespace is
-        held, how = list(vars(value).values()), f"pass `vars({name})`, a dict: `{name}.x` becomes `{name}['x']`"
+        held, how = (
+            list(vars(value).values()),
+            f"pass `vars({name})`, a dict: `{name}.x` becomes `{name}['x']`",
+        )
     else:
         return ""
     return how if any(isinstance(part, torch.Tensor) for part in held) else ""

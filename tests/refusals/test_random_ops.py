@@ -125,7 +125,9 @@ def test_generator_of_the_host(name, draw, monkeypatch):
         return s, {}
 
     assert_refused(
-        unused, ImplicitRandomnessError, f"moves a random generator on the host: {name}\\.\n +at test_random_ops"
+        unused,
+        ImplicitRandomnessError,
+        f"moves a random generator on the host: {name}\\.\n +at test_random_ops",
     )
 
 
@@ -133,7 +135,7 @@ def test_a_draw_in_a_library_names_the_line_of_the_user_s_own(tmp_path, monkeypa
     monkeypatch.setattr(threading, "active_count", lambda: 1)
     folder = tmp_path / "site-packages"
     folder.mkdir()
-    source = "import random\n\n\ndef flipped(x):\n    if random.random() < 0.5:\n        return x.flip(0)\n    return x\n"
+    source = "import random\n\n\ndef flipped(x):\n    if random.random() < 0.5:\n        x = x.flip(0)\n    return x\n"
     (folder / "flipping_library.py").write_text(source)
     monkeypatch.syspath_prepend(folder)
     flipped = importlib.import_module("flipping_library").flipped

@@ -292,7 +292,11 @@ def refuse_kept(
         f"keeps {'a tensor' if len(rows) == 1 else f'{len(rows)} tensors'} of the step beyond its end.",
         rows=rows,
         why="Python runs when the step is traced, not when it is replayed: what was kept would never be updated.",
-        fix=(f"call the module by `apply, params, buffers = fcg.from_module(module)`: `{held}` holds one. Or " if held else "")
+        fix=(
+            f"call the module by `apply, params, buffers = fcg.from_module(module)`: `{held}` holds one. Or "
+            if held
+            else ""
+        )
         + "return it in the metrics or in the new state instead of storing it (attribute, list, cache). "
         f"A debugger keeps what it sees: use it in `{name}.eager(...)`, or with FCG_DISABLE_CAPTURE=1.",
     )

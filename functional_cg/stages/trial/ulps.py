@@ -112,7 +112,9 @@ class Shaker:
 
     def results(self, instr: Instr, made: list[tuple[Var, Tensor]]) -> None:
         """Perturb the results of a call, in place."""
-        written = instr.writes if instr.op._overloadname.endswith("out") else ()  # what it writes, it does not read
+        written = (
+            instr.writes if instr.op._overloadname.endswith("out") else ()
+        )  # what it writes, it does not read
         if len(written) < len(instr.writes) or instr.name in _MOVES or instr.is_view:
             return
         taken = {var.storage for var in instr.inputs()} - {var.storage for var in written}

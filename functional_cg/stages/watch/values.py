@@ -139,7 +139,9 @@ class Contents:
     def of_the_trace(self) -> bool:
         """Whether all that it holds are tensors of a trace: the step itself has filled it."""
         held = self.parts[1::2] if issubclass(self.kind, dict) else self.parts
-        return bool(held) and all(isinstance(part, torch.Tensor) and isinstance(unwrapped(part), FakeTensor) for part in held)
+        return bool(held) and all(
+            isinstance(part, torch.Tensor) and isinstance(unwrapped(part), FakeTensor) for part in held
+        )
 
     def is_in(self, container: Any) -> bool:
         """Whether a container holds the same now."""

@@ -17,12 +17,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 __all__ = ["PACKED"]
 
 
-def _pack(padded: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+def _pack(padded: Tensor, lengths: Tensor, batch_first: Any) -> tuple[Tensor, Tensor]:
     """Return what ``torch._pack_padded_sequence`` does: the rows of all first steps, of all second ones, and so on."""
     rows = padded.transpose(0, 1) if batch_first else padded
     counts = lengths.tolist()
     if len(counts) != rows.shape[1] or not all(0 < count <= rows.shape[0] for count in counts):
-        raise RuntimeError(f"lengths {counts} do not fit a batch of {rows.shape[1]} sequences of {rows.shape[0]} steps")
+        raise RuntimeError(
+            f"lengths {counts} do not fit a batch of {rows.shape[1]} sequences of {rows.shape[0]} steps"
+        )
     if counts != sorted(counts, reverse=True):
         raise RuntimeError("lengths must be sorted in decreasing order; `enforce_sorted=False` sorts them")
     sizes = [sum(step < count for count in counts) for step in range(counts[0])]
@@ -30,12 +32,14 @@ def _pack(padded: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, T
 
 
 def _unpack(
-    data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
+    data: Tensor, batch_sizes: Tensor, batch_first: Any, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
     """Return what ``torch._pad_packed_sequence`` does: [time, batch, ...], or batch first, and the lengths."""
     sizes = batch_sizes.tolist()
     if 0 < total_length < len(sizes):
-        raise RuntimeError(f"total_length={total_length} is less than the longest sequence, of {len(sizes)} steps")
+        raise RuntimeError(
+            f"total_length={total_length} is less than the longest sequence, of {len(sizes)} steps"
+        )
     steps, batch = max(total_length, len(sizes)), sizes[0]
     padded = data.new_full((steps * batch, *data.shape[1:]), padding_value)
     padded = padded.index_copy(0, _places(sizes, data), data).unflatten(0, (steps, batch))
@@ -64,6 +68,9 @@ PACKED: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
         torch._pack_padded_sequence: _pack,
         torch._pad_packed_sequence: _unpack,
-        **{run: partial(_layers, run) for run in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
+        torch.lstm: partial(_layers, torch.lstm),
+        torch.gru: partial(_layers, torch.gru),
+        torch.rnn_tanh: partial(_layers, torch.rnn_tanh),
+        torch.rnn_relu: partial(_layers, torch.rnn_relu),
     }
 )
