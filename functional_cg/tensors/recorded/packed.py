@@ -6,7 +6,6 @@ torch's kernels read the lengths in memory of the host, which a fake tensor does
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -68,9 +67,9 @@ PACKED: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
         torch._pack_padded_sequence: _pack,
         torch._pad_packed_sequence: _unpack,
-        torch.lstm: partial(_layers, torch.lstm),
-        torch.gru: partial(_layers, torch.gru),
-        torch.rnn_tanh: partial(_layers, torch.rnn_tanh),
-        torch.rnn_relu: partial(_layers, torch.rnn_relu),
+        torch.lstm: lambda *args: _layers(torch.lstm, *args),
+        torch.gru: lambda *args: _layers(torch.gru, *args),
+        torch.rnn_tanh: lambda *args: _layers(torch.rnn_tanh, *args),
+        torch.rnn_relu: lambda *args: _layers(torch.rnn_relu, *args),
     }
 )
