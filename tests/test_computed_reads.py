@@ -295,3 +295,71 @@ def test_what_a_tensor_says_of_itself_is_read_wherever_it_came_from(name: str) -
     held.change()
     with pytest.raises(fcg.BakedValueError):
         step(x)
+
+
+def replaces(places: list[str], *, put_back: bool) -> Callable[[], float]:
+    held, depth = SimpleNamespace(n=0, dict={"n": 0}, list=[0]), 0
+
+    def function() -> float:
+        nonlocal depth
+        old = held.n, held.dict["n"], held.list[0], depth
+        for place in places:
+            if place == "attribute":
+                held.n = held.n + 1
+            elif place == "item":
+                held.dict["n"] = held.dict["n"] + 1
+            elif place == "element":
+                held.list[0] = held.list[0] + 1
+            else:
+                depth = depth + 1
+        many = held.n + held.dict["n"] + held.list[0] + depth
+        if put_back:
+            held.n, held.dict["n"], held.list[0], depth = old
+        return 1.0 if many < 20 else 5.0
+
+    return function
+
+
+@given(
+    places=st.lists(st.sampled_from(["attribute", "item", "element", "cell"]), min_size=1, max_size=4),
+    put_back=st.booleans(),
+)
+def test_a_step_may_put_back_what_it_replaces(places: list[str], put_back: bool) -> None:
+    """The oracle calls the function forty times."""
+    twin, function = (replaces(places, put_back=put_back) for _ in range(2))
+    step = fcg.graph_fn(lambda x: x * function())
+    if put_back:
+        assert [float(step(torch.ones(()))) for _ in range(40)] == [twin() for _ in range(40)]
+    else:
+        with pytest.raises(fcg.SideEffectError, match=r"changes(.|\n)*To fix"):
+            step(torch.ones(()))
+
+
+class Slotted:
+    __slots__ = ("collector",)
+
+    def __init__(self) -> None:
+        self.collector: Any = None
+
+
+@pytest.mark.parametrize(
+    ("held", "last", "traces"),
+    [
+        (SimpleNamespace(collector=None), None, 2),
+        (SimpleNamespace(collector=None), 1, 3),
+        (Slotted(), None, 3),
+    ],
+    ids=["put back", "not put back", "nobody knows"],
+)
+def test_what_is_put_back_takes_no_third_trace(
+    held: Any, last: int | None, traces: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def step(x: Any) -> Any:
+        print("run")  # noqa: T201
+        held.collector = [2.0]
+        total = sum(held.collector)
+        held.collector = last and [last]
+        return x * total
+
+    fcg.graph_fn(step)(torch.ones(()))
+    assert capsys.readouterr().out.count("run") == traces

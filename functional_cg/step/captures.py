@@ -20,7 +20,7 @@ from ..concurrency.turns import Turn, in_turn, refuse_what_a_fork_cut_off
 from ..errors import FunctionalCGError, LayoutError
 from ..messages.tracebacks import entry
 from ..options import BackendChoice, Options
-from ..stages.lower.compiled import lower
+from ..stages.lower.compiled import announce, lower
 from ..stages.passes.grouping import group_collectives
 from ..stages.passes.rewrite import rewrite
 from ..stages.plan import Buffers
@@ -286,8 +286,7 @@ class Transform:
         return cast("Handle", place(tree))
 
     def _lowered_for(self, call: Call) -> Lowered:
-        key = call.static_key
-        group = self._lowered.get(key, [])
+        group = self._lowered.get(key := call.static_key, [])
         for lowered in group:
             if lowered.fits(call):
                 return lowered
@@ -315,19 +314,20 @@ class Transform:
             self._fn, self._name, states, call.layout.specs, call.layout.live_names, call.apply,
             self._constants.named(), self._donates, call.value, call.objects,
         )  # fmt: skip
+        announce(call.device, self._options)
         with timed(self._name, "traced"):
             program, host_watch = trace(recipe, checkpoint)
             tables = Constants.remembered(self._name, program.tables)
+            inspection = inspection_of(program, host_watch.names())
         self.stats.traces += 1
-        inspection = inspection_of(program, host_watch.names())
         reference = Reference(program.twin())  # before any rewrite
         with timed(self._name, f"lowered {len(program.instrs)} ATen calls"):
-            reading = reading_of([spec for state in states for spec in state.specs])
-            program.instrs = group_collectives(program.instrs, reading, call.device)
+            specs = [spec for state in states for spec in state.specs]
+            program.instrs = group_collectives(program.instrs, reading_of(specs), call.device)
             rewrite(program, call.places())
             plan = lower(program, call.device, self._options, reference)
-        found = (program, plan, host_watch, inspection, reference, tables)
-        lowered = Lowered(self._name, states, call.layout, *found)
+        found = (host_watch, inspection, reference, tables)
+        lowered = Lowered(self._name, states, call.layout, program, plan, *found)
         for text in warnings_of(lowered):
             log.warning("%s: %s", self._name, text)
         return lowered

@@ -24,6 +24,7 @@ from ..passes.bounds import check_values
 from ..passes.equal_calls import share_equal_calls
 from ..passes.out_of_place import write_out_of_place
 from ..passes.recompute import keep_as_buffers, recompute
+from ..passes.summed_products import join_summed_products
 from ..plan import AtenPlan, Buffers, ExecutionPlan, Run, lower_aten
 from ..program import Instr, Program, Var, highest, map_vars
 from ..schedule import Schedule, schedule
@@ -31,14 +32,21 @@ from ..trial.reference import Reference
 from .graph import Entrance, build_graph
 from .head import Compiler, Head, by_inductor
 from .in_place import SMALL, InPlacePlan, arguments_of, collects, largest
+from .inductor import start_workers
 from .known_masks import use_known_masks
 from .parts import parts_of
 from .parts_plan import PartsPlan
 from .regions import RegionsPlan
 
-__all__ = ["HeadPlan", "in_parts", "lower", "prepare", "without_lanes"]
+__all__ = ["HeadPlan", "announce", "in_parts", "lower", "prepare", "without_lanes"]
 
 _LARGE = 2**20  # bytes: recomputing or storing a smaller value takes a kernel longer than it is worth
+
+
+def announce(device: torch.device, options: Options) -> None:
+    """Say before a trace that its program will be lowered, so that what a compiler needs starts beside the trace."""
+    if device.type == "cuda" and options.lowering in ("auto", "inductor"):
+        start_workers()
 
 
 def lower(program: Program, device: torch.device, options: Options, reference: Reference) -> ExecutionPlan:
@@ -157,6 +165,7 @@ def prepare(program: Program, *, budget: float | None = None, large: int = _LARG
     """
     write_out_of_place(program)
     share_equal_calls(program)
+    join_summed_products(program)
     use_known_masks(program)
     recompute(program, budget=budget, large=large)
     keep_as_buffers(program, large=large)

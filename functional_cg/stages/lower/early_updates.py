@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..passes.list_calls import at_places, group_size
+from ..passes.fused import at_places, group_size
 from ..program import Instr, Var
 
 __all__ = ["Leaf", "by_leaf", "joined"]

@@ -21,8 +21,7 @@ from ..fx_passes.canonical import pick_by_comparison
 from ..fx_passes.cross_entropy import join_gradients
 from ..fx_passes.logits import has_large_logits, read_targets_first
 from ..fx_passes.products import batch_gradients
-from ..passes.fused import in_place, split_light, written_pairs
-from ..passes.list_calls import group_size
+from ..passes.fused import group_size, in_place, split_light, written_pairs
 from ..passes.rewrite import clears, range_tensor
 from ..plan import Before, Buffers, Run, evaluate, evaluate_all
 from ..program import Instr, Program, Var

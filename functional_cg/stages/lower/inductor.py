@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ...concurrency.garbage import no_garbage_collection
 from ..fx_passes.lowerings import compiler_pass
 from .graph import sources
 
-__all__ = ["compile_graph", "opened"]
+__all__ = ["compile_graph", "opened", "start_workers"]
 
 # The step is captured as one CUDA graph: turn inductor's own off, whatever the user's global configuration says.
 _INDUCTOR_OPTIONS: Mapping[str, Any] = MappingProxyType(
@@ -56,6 +57,17 @@ _ON_HOST: Mapping[str, Any] = MappingProxyType({"cpp.min_chunk_size": 8192})
 _CLOSURES = 200  # that `opened` looks behind, at most
 
 
+def start_workers() -> None:
+    """Start the processes that compile kernels for a GPU, and return at once: they take seconds to import torch.
+
+    `torch.compile` does so in front of its own trace; `standalone_compile` does not, and compiles kernel after kernel
+    in this process until they are there.
+    """
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
+
+
 def compile_graph(
     graph: fx.GraphModule,
     arguments: Sequence[Tensor],
@@ -86,12 +98,14 @@ def compile_graph(
         options |= _BESIDE
     if torch.are_deterministic_algorithms_enabled():
         options["deterministic"] = True  # never choose a variant of a reduction by timing it
-    return standalone_compile(
-        graph,
-        list[Any](arguments),
-        dynamic_shapes="from_example_inputs",
-        options={"config_patches": options},
-    )
+    # The compiler makes a million objects, none of them garbage: to look for it took a tenth of a compilation.
+    with no_garbage_collection():
+        return standalone_compile(
+            graph,
+            list[Any](arguments),
+            dynamic_shapes="from_example_inputs",
+            options={"config_patches": options},
+        )
 
 
 def opened(compiled: Callable[..., Any]) -> tuple[str, dict[str, Any]] | None:

@@ -1,4 +1,6 @@
-"""Fused optimizer ops, such as ``_fused_adamw``: what they read and write, their in-place forms, and their light parts.
+"""Fused optimizer ops, such as ``_fused_adamw``: what they read and write, their in-place forms, and their parts.
+
+A call on lists can be split: calls on parts of the lists compute the same.
 
 A light part is a call on small leaves whose gradients come out of reductions, as those of biases and norms do, or of a
 call on lists, such as a clip, which is split likewise. The op's own kernel updates dozens of them in a launch; a
@@ -9,17 +11,17 @@ case, such as a cast of what a product or a convolution makes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ...tensors.aten import FUSED, named_arguments
 from ..program import Instr, Program, Var, vars_in
-from .list_calls import at_places, group_size
 from .min_cut import is_cheap, is_fused
 
-__all__ = ["in_place", "read_arguments", "split_light", "written_pairs"]
+__all__ = ["at_places", "group_size", "in_place", "read_arguments", "split_light", "written_pairs"]
 
 # Elements; the update of so many takes no longer than its launch, and their trip through memory half of that.
 _LIGHT = 2**16
@@ -97,3 +99,26 @@ def _is_light(leaf: Var, grad: Var, makers: Mapping[Var, Instr], readers: Mappin
             return False
         (grad,) = sources
     return False
+
+
+def group_size(instr: Instr) -> int:
+    """Return the length of the lists that a call may be split by; 0 if it is one call for other reasons."""
+    grouped = instr.op._schema.name.startswith((*FUSED, "aten::_foreach_"))
+    lengths = {len(one) for one in _lists(instr)} - {0}
+    return next(iter(lengths)) if grouped and not instr.writes and len(lengths) == 1 else 0
+
+
+def at_places(instr: Instr, places: Sequence[int]) -> Instr:
+    """Return the call on these places of the lists alone."""
+
+    def at(value: Any) -> Any:
+        return [value[place] for place in places] if isinstance(value, (list, tuple)) and value else value
+
+    kwargs = {name: at(arg) for name, arg in instr.kwargs.items()}
+    made = tuple(map(at, instr.out)) if isinstance(instr.out, tuple) else at(instr.out)
+    return replace(instr, args=tuple(map(at, instr.args)), kwargs=kwargs, out=made)
+
+
+def _lists(instr: Instr) -> list[Any]:
+    outputs = instr.out if isinstance(instr.out, tuple) else (instr.out,)
+    return [one for one in (*instr.args, *instr.kwargs.values(), *outputs) if isinstance(one, (list, tuple))]

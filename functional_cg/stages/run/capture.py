@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -178,10 +177,9 @@ class CUDABackend:
             # A stream may be another one's underneath, with a workspace from elsewhere that whoever made it may free;
             # and what runs on it later may not use that of the graph, which may be replayed meanwhile.
             _free_workspaces()
-            gc.collect()  # no finalizer may destroy graphs or events while a stream is capturing
             try:
                 with (
-                    no_garbage_collection(),
+                    no_garbage_collection(),  # no finalizer may destroy graphs or events while a stream is capturing
                     _empty_graphs_are_fine(),
                     torch.cuda.graph(
                         graph, pool=self._pool, stream=self._streams[1], capture_error_mode="thread_local"

@@ -138,7 +138,7 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
             refuse_another_result(recorder.program, again.program)
             refuse_unfound(recorder.tables, again.tables, watched.identical, reads.memory.remembered)
             host.refuse_change(watched, reads)
-            if reads.changes_the_host:  # does it read what it has changed?
+            if reads.changes.any_of_before():  # does it read what it has changed?
                 host.refuse_advance(watched, _watched(recipe, recorder, checkpoint, runs)[-1])
     except FunctionalCGError as error:
         error.within(recipe.name, raised_at(error))

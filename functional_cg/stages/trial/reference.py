@@ -12,7 +12,7 @@ from torch import Tensor
 from ...messages.source import Location
 from ..layouts import laid_out, unsure
 from ..lifetimes import peak_bytes, storage_bytes
-from ..passes.list_calls import at_places, group_size
+from ..passes.fused import at_places, group_size
 from ..plan import Buffers, evaluate, quiet
 from ..program import Instr, Program, Var, live, written_storages
 from .remat_plan import Action, in_order, within

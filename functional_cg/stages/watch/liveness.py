@@ -16,12 +16,10 @@ from typing import Any
 
 from torch._ops import OpOverload, OpOverloadPacket
 
-from .places import Entry, How, Place
+from .places import GONE, Entry, How, Place
 from .values import Contents
 
-__all__ = ["GONE", "unheld", "without_gone", "without_unheld"]
-
-GONE = object()  # stands for an object that the step made
+__all__ = ["unheld", "without_gone", "without_unheld"]
 
 _MOST = 200_000  # objects to visit
 # What leads nowhere, or stays anyway, as an op does: it alone would lead to hundreds of objects of torch.

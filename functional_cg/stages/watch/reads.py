@@ -30,8 +30,8 @@ from .kinds import (
     parameters_with_defaults,
     plain,
 )
-from .liveness import GONE, without_gone, without_unheld
-from .places import ATTRIBUTE, ITEM, PART, Entry, How, Memory, Place, Step, parts_of
+from .liveness import without_gone, without_unheld
+from .places import ATTRIBUTE, GONE, ITEM, PART, Changes, Entry, How, Memory, Place, Step, parts_of
 from .values import Contents, Shape, is_container, is_value
 
 __all__ = ["PLAIN_TENSORS", "Reads"]
@@ -58,7 +58,7 @@ class Reads:
         self.frame: FrameType | None = None
         self._drawn: list[tuple[Place, Any, Location]] = []
         self._advanced: list[tuple[Place, Location]] = []
-        self._written: dict[int, Place] = {}
+        self.changes = Changes()
         self.asked_types: list[Location] = []
         self.threads: list[Location] = []
         self.says_autocast = False
@@ -167,12 +167,13 @@ class Reads:
     def wrote(self, owner: Any, step: Step) -> None:
         """Record a write: the step does not depend on what it writes before it reads."""
         self._seen.add((id(owner), step.way, type(step.key), step.key))
-        self.changed(owner)
+        if not is_value(owner):
+            self.changes.replaces(self.place(owner), step)
 
     def changed(self, owner: Any) -> None:
         """Record that the step changes an object; what it reads there later may go on from call to call."""
         if owner is not UNKNOWN and not is_value(owner):
-            self._written[id(owner)] = self.place(owner)  # kept alive, so that its id is not reused
+            self.changes.changed(self.place(owner))
 
     def assigned(self, owner: Any, name: str) -> None:
         """Record ``owner.name = ...``."""
@@ -359,6 +360,7 @@ class Reads:
         The step made an object if only this record still references it.
         """
         self.frame = None
+        self.changes.settle()
         self.functions.clear()
         self._registries.clear()
         outside = {id(place.value) for place in self._places.values() if place.root.outlives}
@@ -375,11 +377,6 @@ class Reads:
         for place in places:
             place.outlives = True
         return entries
-
-    @property
-    def changes_the_host(self) -> bool:
-        """Whether the step changed an object of before it; to be asked at the end."""
-        return any(place.root.value is not GONE and place.root.outlives for place in self._written.values())
 
     def taken_from(self) -> list[tuple[str, Location]]:
         """Return (name, line) for each iterator and random generator of before the step that it advanced."""
