@@ -279,7 +279,7 @@ SAID: dict[str, Callable[[Frozen], float]] = {
     "the first": lambda f: float(next(f.model.parameters()).requires_grad),
     "a filter": lambda f: float(sum(p.numel() for p in f.model.parameters() if p.requires_grad)),
     "a list": lambda f: float(sum(t.requires_grad for t in f.tensors)),
-    "map": lambda f: float(sum(map(lambda t: t.requires_grad, f.tensors))),  # noqa: C417
+    "map": lambda f: float(sum(map(lambda t: t.requires_grad, f.tensors))),
     "a key": lambda f: float(len(sorted(f.tensors, key=lambda t: t.requires_grad)[-1])),
     "an attribute": lambda f: float(sum(getattr(p, "note", 0) for p in f.model.parameters())),
 }
