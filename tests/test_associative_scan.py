@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._higher_order_ops.associative_scan import AssociativeScanOp, associative_scan
 
 import functional_cg as fcg
-from functional_cg.tensors import higher_order
+from functional_cg.tensors.recorded import higher_order
 from functional_cg.testing import assert_trees_all_close, assert_trees_all_equal
 from tests.compiled_graphs import ON_A_GPU
 from tests.shares import CALLS

@@ -260,6 +260,43 @@ def test_the_class_of_a_traced_tensor_is_not_compared() -> None:
     assert torch.equal(step(torch.ones(2)), torch.full((2,), 2.0))
 
 
+class Frozen:
+    """A module some of whose parameters are frozen later, and a list of its tensors."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+        self.tensors = [torch.ones(2), torch.ones(3)]
+
+    def change(self) -> None:
+        for one in (self.model[0].weight.requires_grad_(False), self.tensors[0].requires_grad_(True)):
+            one.note = 3
+
+
+SAID: dict[str, Callable[[Frozen], float]] = {
+    "a loop over parameters": lambda f: float([p.requires_grad for p in f.model.parameters()].count(True)),
+    "all": lambda f: float(all(p.requires_grad for p in f.model.parameters())),
+    "named": lambda f: float(sum(p.requires_grad for _, p in f.model.named_parameters())),
+    "the first": lambda f: float(next(f.model.parameters()).requires_grad),
+    "a filter": lambda f: float(sum(p.numel() for p in f.model.parameters() if p.requires_grad)),
+    "a list": lambda f: float(sum(t.requires_grad for t in f.tensors)),
+    "map": lambda f: float(sum(map(lambda t: t.requires_grad, f.tensors))),
+    "a key": lambda f: float(len(sorted(f.tensors, key=lambda t: t.requires_grad)[-1])),
+    "an attribute": lambda f: float(sum(getattr(p, "note", 0) for p in f.model.parameters())),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_a_tensor_says_of_itself_is_read_wherever_it_came_from(name: str) -> None:
+    held, x = Frozen(), torch.ones(1)
+    step = fcg.graph_fn(lambda x: x * SAID[name](held))
+    for _ in range(3):
+        assert torch.equal(step(x), x * SAID[name](held))
+        held.tensors[1].add_(1)  # is not read
+    held.change()
+    with pytest.raises(fcg.BakedValueError):
+        step(x)
+
+
 def replaces(places: list[str], *, put_back: bool) -> Callable[[], float]:
     held, depth = SimpleNamespace(n=0, dict={"n": 0}, list=[0]), 0
 

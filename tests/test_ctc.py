@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import functional_cg as fcg
-from functional_cg.tensors.ctc import ctc_loss
+from functional_cg.tensors.recorded.ctc import ctc_loss
 from functional_cg.testing import assert_trees_all_equal
 from tests.compiled_graphs import ON_A_GPU
 

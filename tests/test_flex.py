@@ -329,7 +329,7 @@ def test_a_mask_that_nobody_declared_is_refused_whole() -> None:
 
 def test_torch_calls_its_operator_as_we_expect() -> None:
     """Private to torch: the operator's arguments, and what a mask of blocks hands it."""
-    from functional_cg.tensors import higher_order
+    from functional_cg.tensors.recorded import higher_order
 
     theirs = list(inspect.signature(type(torch.ops.higher_order.flex_attention).__call__).parameters)[1:]
     ours = list(inspect.signature(higher_order.flex_attention).parameters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,7 @@ from torch.nn.utils import prune
 
 import functional_cg as fcg
 from functional_cg.errors import BakedValueError, ForeignTensorError, SideEffectError
+from functional_cg.testing import assert_trees_all_equal
 from tests.shares import CALLS
 
 pytestmark = pytest.mark.usefixtures("scalar_loops")
@@ -297,3 +299,74 @@ def test_a_hook_that_is_removed_after_the_copy_is_noticed() -> None:
     handle.remove()
     with pytest.raises(BakedValueError, match="_forward_hooks"):
         apply(params, buffers, torch.randn(6, 4), key=fcg.random.key(0))
+
+
+TAKEN: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], None], Callable[[Any], Tensor]]] = {
+    "popped from a dict": (dict, lambda kept, out: kept.__setitem__("h", out), lambda kept: kept.pop("h")),
+    "deleted from a dict": (
+        dict,
+        lambda kept, out: kept.__setitem__("h", out),
+        lambda kept: (kept["h"], kept.__delitem__("h"))[0],
+    ),
+    "popped from a list": (list, lambda kept, out: kept.append(out), lambda kept: kept.pop()),
+    "cleared": (list, lambda kept, out: kept.append(out), lambda kept: (kept[0], kept.clear())[0]),
+    "values of a dict": (
+        dict,
+        lambda kept, out: kept.__setitem__("h", out),
+        lambda kept: (next(iter(kept.values())), kept.clear())[0],
+    ),
+}
+
+
+@pytest.mark.parametrize(("taken", "inside"), [*zip(TAKEN, itertools.cycle([True, False]), strict=False)])
+def test_what_a_hook_keeps_and_the_step_takes_again_is_no_change(taken: str, *, inside: bool) -> None:
+    """Features of a layer, as a perceptual loss takes them: what holds them is as empty afterwards as before."""
+    make, put, take = TAKEN[taken]
+    kept, model = make(), nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    model[1].register_forward_hook(lambda module, args, out: put(kept, out))
+    params = {name: one.detach().clone() for name, one in model.named_parameters()}
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.model(x), take(kept)
+
+    apply, of_both, _ = fcg.from_module(Both())
+
+    @fcg.graph_step
+    def step(params: Any, x: Tensor) -> Any:
+        def loss(params: Any) -> Tensor:
+            if inside:
+                (out, features), _ = apply(params, {}, x)
+            else:
+                out, features = torch.func.functional_call(model, params, (x,)), take(kept)
+            return out.square().mean() + features.sum()
+
+        value, grads = fcg.value_and_grad(loss)(params)
+        return fcg.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    state = of_both if inside else params
+    for _ in range(3):
+        x = torch.randn(5, 4)
+        expected, of_eager = step.eager(fcg.snapshot(state), x)
+        state, value = step(state, x)
+        assert torch.equal(value, of_eager)
+        assert_trees_all_equal(fcg.snapshot(state), expected)
+    assert not kept
+
+
+def test_what_a_container_held_before_the_step_is_still_compared() -> None:
+    kept: dict[str, Any] = {"rate": 2.0}
+
+    @fcg.graph_step
+    def step(state: Any, x: Tensor) -> Any:
+        kept["h"] = x
+        total = sum(list(kept.values()))
+        del kept["h"]
+        return state, total
+
+    with pytest.raises(SideEffectError, match="kept"):  # not told from a change of its own
+        step({"w": torch.ones(2)}, torch.ones(2))

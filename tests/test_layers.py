@@ -82,7 +82,7 @@ DEFERRED = {
         "tensors.philox_triton",
     ): "imports triton at its top, which CPU builds of torch do not bring",
     ("stages.fx_passes.cross_entropy", "tensors.cross_entropy_triton"): "the same",
-    ("tensors.ctc", "tensors.ctc_triton"): "the same",
+    ("tensors.recorded.ctc", "tensors.recorded.ctc_triton"): "the same",
     ("random.attention", "random.attention_launch_triton"): "the same",
     (
         "checkpoint.folder",

@@ -224,6 +224,20 @@ class LoopedExperts(nn.Module):
         for row in (x.sum(0) > 0).nonzero():
             x = x + row
         return self.w(x)
+
+class Labelled(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.w, self.config = nn.Linear(3, 1), config
+
+    def forward(self, x):
+        if self.config.problem_type is None:
+            if x.dim() == 2:
+                return self.w(x)[(x[:, 0] >= 0).nonzero()].mean()
+        elif self.config.problem_type == "regression":
+            return self.w(x).square().mean()
+        elif self.config.problem_type == "ranking":
+            return self.w(x).mean()
 """
 
 
@@ -343,6 +357,19 @@ def test_experts_in_a_loop_have_a_switch(helpful):
     config = SimpleNamespace(_experts_implementation="eager")
     with pytest.raises(fcg.HostSyncError, match=r'`model.set_experts_implementation\("batched_mm"\)`'):
         predicted(helpful.LoopedExperts(config))
+
+
+def test_a_branch_that_a_setting_decides_names_the_setting_and_its_other_values(helpful):
+    module = helpful.Labelled(SimpleNamespace(problem_type=None))
+    message = (
+        r"`helpful`: it runs since `self.config.problem_type is None`; before `from_module`, set "
+        r"`model.config.problem_type` to 'regression' or 'ranking'; or, in a class of your own"
+    )
+    with pytest.raises(fcg.HostSyncError, match=message):
+        predicted(module)
+    for value in ("regression", "ranking"):
+        module.config.problem_type = value
+        assert predicted(module).shape == ()
 
 
 def test_a_wrong_shape_in_a_library_asks_for_another_input(helpful):

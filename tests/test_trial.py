@@ -392,6 +392,22 @@ def test_what_decides_is_asked_of_numbers_that_were_rounded() -> None:
     assert 0 < float((moved[x] - values[x]).abs().max()) < 1e-5
 
 
+def test_what_an_op_puts_into_its_out_argument_is_a_result_and_what_it_adds_to_is_none() -> None:
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        torch.mul(x, y, out=out)
+        torch.add(out, x, out=out)
+        return out.index_add_(0, torch.tensor([0]), y[:1])
+
+    program = fcg.graph_fn(fn).lower(torch.rand(1000), torch.rand(1000)).program
+    called = {str(instr.op): instr for instr in program.instrs}
+    for name, moves in (("aten.mul.out", True), ("aten.add.out", True), ("aten.index_add_.default", False)):
+        value = torch.rand(1000)
+        made = [(called[name].writes[0], value.clone())]
+        Shaker().results(called[name], made)
+        assert torch.equal(made[0][1], value) is not moves, name
+
+
 @pytest.mark.parametrize("device", HERE)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,8 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError
 from ..shards.mesh import Mesh
-from ..tensors.ctc import ctc_loss
-from ..tensors.higher_order import associative_scan, flex_attention
+from ..tensors.recorded.ctc import ctc_loss
+from ..tensors.recorded.higher_order import associative_scan, flex_attention
+from ..tensors.recorded.one_hot import one_hot
+from ..tensors.recorded.packed import PACKED
 from .modes import DEVICES
 
 __all__ = [
@@ -43,6 +45,8 @@ _AS_CALLS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         torch.ctc_loss: ctc_loss,
         torch.ops.higher_order.associative_scan: associative_scan,
         torch.ops.higher_order.flex_attention: flex_attention,
+        F.one_hot: one_hot,
+        **PACKED,
     }
 )
 _NEAR = 6  # frames from the grad mode's setter up to the checkpoint

@@ -7,9 +7,8 @@ Leaves may be on the state's device, on the CPU (pageable or pinned) or in numpy
 
 from __future__ import annotations
 
-import dataclasses
 import numbers
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from .. import tree as pytree
 from ..errors import LayoutError
+from ..pytree.nodes import as_node
 from ..shards.tensor import Sharded
 from ..state.arena import BufferSpec, unplaceable
 from ..state.leaf import Leaf, as_tensor
@@ -161,7 +161,7 @@ def _unfit(value: Any, tensor: Tensor | None, home: torch.device) -> str:
             return f"{type(value).__name__} {value}"
         if _yields_batches(value):
             return f"{type(value).__name__}, which yields batches"
-        if _hides_tensors(value):
+        if as_node(value, ""):
             return f"{type(value).__name__}, which is no pytree"
         is_array = hasattr(type(value), "__array__") and type(value).__hash__ is None
         return f"{type(value).__name__} of {getattr(value, 'dtype', 'objects')}" if is_array else ""
@@ -175,17 +175,6 @@ def _unfit(value: Any, tensor: Tensor | None, home: torch.device) -> str:
 def _yields_batches(value: Any) -> bool:
     """Whether a leaf is what batches are taken from: a loader, or an iterator, which a call would not advance."""
     return isinstance(value, Iterator | torch.utils.data.DataLoader | torch.utils.data.Dataset)
-
-
-def _hides_tensors(value: Any) -> bool:
-    """Whether a leaf is a container that holds tensors, which would not be copied in."""
-    if isinstance(value, Mapping):
-        held: Iterable[Any] = value.values()
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        held = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    else:
-        return False
-    return any(isinstance(part, Tensor) for part in held)
 
 
 def _fix(name: str, value: Any, home: torch.device) -> str:
@@ -216,10 +205,8 @@ def _array_fix(name: str, value: Any) -> str:
         return "keep it below 2**63; or name its argument in `static_argnames`, with a graph for each value."
     if _yields_batches(value):
         return f"pass one batch at a time, `for batch in {name}:`; or the next one, `next(iter({name}))`."
-    if isinstance(value, Mapping):
-        return f"pass `dict({name})`."
-    if dataclasses.is_dataclass(value):
-        return f"register the class once, `fcg.tree.register_dataclass({type(value).__name__})`."
+    if container := as_node(value, name):
+        return f"{container}."
     if hasattr(type(value), "filled"):
         return f"pass `{name}.filled(0)`, and `{name}.mask` as an input of its own."
     if getattr(dtype, "names", None):

@@ -7,6 +7,7 @@ from types import MappingProxyType
 __all__ = [
     "ADDRESS",
     "ARRAY",
+    "BUFFER",
     "BUILTINS",
     "DRAWN_ARRAY",
     "FUNCTIONS",
@@ -85,10 +86,14 @@ FUNCTIONS = _table("""
 ))  # fmt: skip
 
 INDEX = "index with integer tensors of at least one dimension, `x[i[None]][0]`; for a mask, `torch.where(mask, x, 0)`"
-# {x} is an array of numpy, {i} the index.
+# {x} is an array of numpy or a list of numbers, {name} its attribute. As a tensor, the line may stay as it is.
 TABLE = (
-    "look the value up outside of the step and pass it as an input; or make a tensor, `table = torch.tensor({x})`, "
-    "declare it, `constants=table`, and write `table[{i}]`"
+    "make it a tensor where it is made, `{x} = torch.tensor({x})`, and declare it, `constants={x}`; or look the value "
+    "up outside of the step and pass it as an input"
+)
+BUFFER = (
+    "make it a buffer of the module where it is made, `self.register_buffer('{name}', torch.tensor({name}))`; or look "
+    "the value up outside of the step and pass it as an input"
 )
 
 # Fixes for arithmetic between a numpy array and a tensor; ARRAY stands for the user's expression.

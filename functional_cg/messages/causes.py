@@ -56,6 +56,7 @@ def fix_of(error: BaseException) -> str:
     site = Site.of(entries[-1].tb_frame, entries[-1].tb_lasti, by_mask=False) if entries else None
     if site is not None:
         for cause in (
+            _without_gradient,
             _missing_key,
             _uncalled,
             _three_of_aux,
@@ -113,6 +114,23 @@ def _assigned(site: Site) -> tuple[list[ast.expr], ast.Call] | None:
         case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Call() as call):
             return targets, call
     return None
+
+
+def _without_gradient(site: Site, error: BaseException) -> str:
+    """Something is differentiated that autograd does not track: a step runs without gradients."""
+    if "does not require grad" not in words_of(error):
+        return ""
+    match site.node:
+        case ast.Call(func=ast.Attribute(attr="grad") | ast.Name(id="grad"), args=[out, *inputs]):
+            if "differentiated" not in words_of(error):
+                return (
+                    "`loss, grads = fcg.value_and_grad(loss_fn)(state.params)`; or compute "
+                    f"`{text_of(out)}` under `with torch.enable_grad():`, which a step begins without, from tensors "
+                    "with `requires_grad_()`"
+                )
+            given = [text_of(one) for one in inputs[:1]]
+            return f"`{(given or ['x'])[0]}.requires_grad_()` before `{text_of(out)}` is computed from it"
+    return "in place of `backward()`, `loss, grads = fcg.value_and_grad(loss_fn)(state.params)`"
 
 
 def _uncalled(site: Site, error: BaseException) -> str:

@@ -23,6 +23,7 @@ import torch
 
 from .advice import (
     ARRAY,
+    BUFFER,
     BUILTINS,
     DRAWN_ARRAY,
     FUNCTIONS,
@@ -161,6 +162,12 @@ def _truth(site: Site) -> tuple[str, str] | None:
 
 
 def _branches(site: Site, node: ast.If, cond: str) -> str:
+    if isinstance(node.test, ast.Call) and isinstance(node.test.func, ast.Attribute):
+        mask = node.test.func.value  # `if mask.any():`
+        stored = stored_by_mask(node.body[0], mask, _axes(site, mask))
+        if stored is not None and len(node.body) == 1 and not node.orelse:
+            base, spread = operand(stored[0]), _spread(site, stored[0], mask)
+            return f"leave out the `if`: `{base} = torch.where({spread}, {text_of(stored[1])}, {base})`; {OR_OUTSIDE}"
     match node.body, node.orelse:
         case [ast.Return(None | ast.Constant(None)) | ast.Assign(value=ast.Constant(None))], []:
             return f"{WITHOUT_IF}; {OR_OUTSIDE}"
@@ -287,13 +294,27 @@ def _subscript(site: Site) -> tuple[str, str] | None:
     stacked = isinstance(site.value(node.value), list | tuple) or isinstance(node.value, ast.List | ast.Tuple)
     base = f"torch.stack({text_of(node.value)})" if stacked else operand(node.value)
     indices = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
-    if type(site.value(node.value)).__module__ == "numpy":
-        return f"`{text_of(node)}`", TABLE.format(x=text_of(node.value), i=operand(indices[0]))
+    if _is_table(site.value(node.value)):
+        return f"`{text_of(node)}`", _as_tensor_there(site, node.value)
     for kind, fix in _INDEX_FIXES:
         dim = next((dim for dim, index in enumerate(indices) if kind(site, index)), None)
         if dim is not None:
             return f"`{text_of(node)}`", fix(site, base, indices, dim)
     return f"`{text_of(node)}`", INDEX
+
+
+def _is_table(value: Any) -> bool:
+    """Whether a value is numbers on the host: an array of numpy, or a sequence of them."""
+    if isinstance(value, list | tuple):
+        return bool(value) and all(isinstance(one, int | float) for one in value)
+    return type(value).__module__ == "numpy"
+
+
+def _as_tensor_there(site: Site, table: ast.expr) -> str:
+    owner = site.value(table.value) if isinstance(table, ast.Attribute) else None
+    if isinstance(table, ast.Attribute) and isinstance(owner, torch.nn.Module):
+        return BUFFER.format(name=table.attr)
+    return TABLE.format(x=text_of(table))
 
 
 def _is_window(site: Site, index: ast.AST) -> bool:
@@ -323,20 +344,29 @@ def _stored(site: Site, read: str) -> str | None:
 
 
 def _fix_mask(site: Site, base: str, indices: Sequence[Any], dim: int) -> str:
-    mask, count = text_of(indices[dim]), f"{operand(indices[dim])}.sum()"
-    values, table = site.value(indices[dim]), site.value(site.node.value)
-    if isinstance(values, torch.Tensor) and isinstance(table, torch.Tensor):
-        missing = table.ndim - dim - values.ndim
-        if missing > 0:
-            mask = f"{operand(indices[dim])}[...{', None' * missing}]"
-            count = f"{mask}.expand_as({base}).sum()"
-    if stored := stored_by_mask(site.statement(), site.node.slice):
+    mask = _spread(site, site.node.value, indices[dim], dim)
+    if stored := stored_by_mask(site.statement(), site.node.slice, _axes(site, indices[dim])):
         base = operand(stored[0])
         return f"`{base} = torch.where({mask}, {text_of(stored[1])}, {base})`"
+    spread = mask != text_of(indices[dim])
+    count = f"{mask}.expand_as({base}).sum()" if spread else f"{operand(indices[dim])}.sum()"
     parent = site.up(site.node)
     if isinstance(parent, ast.Attribute) and parent.attr == "mean":
         return f"`torch.where({mask}, {base}, 0).sum() / {count}`"
     return f"`torch.where({mask}, {base}, 0)` keeps the shape; divide by `{count}` for a mean"
+
+
+def _axes(site: Site, mask: ast.AST) -> int:
+    value = site.value(mask)
+    return value.ndim if isinstance(value, torch.Tensor) else 1
+
+
+def _spread(site: Site, base: ast.AST, mask: ast.AST, dim: int = 0) -> str:
+    """Return a mask with the axes of what it selects from, as far as that is known."""
+    table = site.value(base)
+    known = isinstance(table, torch.Tensor) and isinstance(site.value(mask), torch.Tensor)
+    missing = table.ndim - dim - _axes(site, mask) if known else 0
+    return f"{operand(mask)}[...{', None' * missing}]" if missing > 0 else text_of(mask)
 
 
 def _fix_window(site: Site, base: str, indices: Sequence[Any], dim: int) -> str:

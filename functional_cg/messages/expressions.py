@@ -73,16 +73,26 @@ def is_mask(index: ast.AST, value_of: Callable[[ast.AST], Any], *, guessed: bool
 class _Whole(ast.NodeTransformer):
     """Puts whole tensors in place of what a mask selects from them."""
 
-    def __init__(self, mask: str) -> None:
-        self._mask = mask
+    def __init__(self, mask: str, ndim: int) -> None:
+        self._mask, self._ndim = mask, ndim
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         self.generic_visit(node)
-        return node.value if ast.unparse(node.slice) == self._mask else node
+        if ast.unparse(node.slice) == self._mask:
+            return node.value
+        match node.slice:
+            case ast.Tuple(elts=[mask, *rest]) if ast.unparse(mask) == self._mask:
+                return ast.Subscript(node.value, ast.Tuple([ast.Slice()] * self._ndim + rest))
+        return node
 
 
-def stored_by_mask(statement: Any, mask: ast.AST) -> tuple[ast.AST, ast.AST] | None:
+def stored_by_mask(statement: Any, mask: ast.AST, ndim: int = 1) -> tuple[ast.AST, ast.AST] | None:
     """Return the tensor that a statement changes where a mask is True, and what it stores; None for any other.
+
+    Args:
+      statement: The statement.
+      mask: The mask.
+      ndim: How many axes it has.
 
     Example:
       >>> import ast
@@ -91,6 +101,9 @@ def stored_by_mask(statement: Any, mask: ast.AST) -> tuple[ast.AST, ast.AST] | N
       >>> tensor, stored = stored_by_mask(statement, statement.target.slice)
       >>> ast.unparse(tensor), ast.unparse(stored)
       ('x', 'x + 2 * y')
+      >>> (statement,) = ast.parse("x[m] = y[m] * z[m, None]").body
+      >>> ast.unparse(stored_by_mask(statement, statement.targets[0].slice)[1])
+      'y * z[:, None]'
     """
     match statement:
         case ast.Assign(targets=[ast.Subscript() as target], value=value):
@@ -102,4 +115,4 @@ def stored_by_mask(statement: Any, mask: ast.AST) -> tuple[ast.AST, ast.AST] | N
     text = ast.unparse(mask)
     if ast.unparse(target.slice) != text:
         return None
-    return target.value, _Whole(text).visit(copy.deepcopy(stored))
+    return target.value, _Whole(text, ndim).visit(copy.deepcopy(stored))

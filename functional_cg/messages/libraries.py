@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -42,6 +43,8 @@ def sync_fix(
         switch = hasattr(getattr(owner, "config", None), "_experts_implementation")
         if remedy := _LEFT_OUT if drawn else switch and type(owner).__name__.endswith("Experts") and _EXPERTS:
             return what, f"the line belongs to `{_named(frame)[0]}`: {remedy}"
+        if remedy := _configured(frame):
+            return what, f"the line belongs to `{_named(frame)[0]}`: {remedy}; or, {_override(frame, fix)}"
     asked = _asked_to_show(own or own_frame(frame))
     return asked or (what, in_place_fix(frame, fix, own))
 
@@ -57,15 +60,52 @@ def in_place_fix(frame: FrameType, fix: str, own: FrameType | None = None) -> st
     call = _call(frame, own)
     if call is None:
         return fix
-    library, owner = _named(frame)
-    if "self" in frame.f_locals:
-        there = f"in a class of your own that inherits from `{owner.partition('.')[0]}`, override `{owner}`: {fix}"
-    else:
-        there = f"in a function of your own in place of `{owner}`: {fix}"
+    library, there = _named(frame)[0], _override(frame, fix)
     if isinstance(frame.f_locals.get("self"), torch.nn.Module):  # what it returns is to be differentiated
         return f"the line belongs to `{library}`: {there}"
     outside = f"call `{text_of(call)}` outside of the step and pass what it returns as an input"
     return f"the line belongs to `{library}`: {outside}; or, {there}"
+
+
+def _override(frame: FrameType, fix: str) -> str:
+    owner = _named(frame)[1]
+    if "self" in frame.f_locals:
+        return f"in a class of your own that inherits from `{owner.partition('.')[0]}`, override `{owner}`: {fix}"
+    return f"in a function of your own in place of `{owner}`: {fix}"
+
+
+def _configured(frame: FrameType) -> str:
+    """Return how to get past a line that a setting of the module's configuration leads to; "" if none does."""
+    site = Site.of(frame, frame.f_lasti, by_mask=False)
+    if site is None:
+        return ""
+    node = site.node
+    while (node := site.up(node)) is not None:
+        if not isinstance(node, ast.If):
+            continue
+        for setting in ast.walk(node.test):
+            if isinstance(setting, ast.Attribute) and text_of(setting.value) == "self.config":
+                others = [repr(value) for value in _alternatives(node, text_of(setting))]
+                if others:
+                    return (
+                        f"it runs since `{text_of(node.test)}`; before `from_module`, set "
+                        f"`model.config.{setting.attr}` to {' or '.join(others)}"
+                    )
+    return ""
+
+
+def _alternatives(node: ast.If, setting: str) -> list[Any]:
+    """Return the constants with which the branches behind an ``if`` compare a setting."""
+    found: list[Any] = []
+    rest = node.orelse
+    while len(rest) == 1 and isinstance(rest[0], ast.If):
+        match rest[0].test:
+            case ast.Compare(left=left, ops=[ast.Eq()], comparators=[ast.Constant(value)]) if (
+                text_of(left) == setting
+            ):
+                found.append(value)
+        rest = rest[0].orelse
+    return found
 
 
 def keyed_fix(frame: FrameType | None) -> str:

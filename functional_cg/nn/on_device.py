@@ -2,7 +2,8 @@
 
 torch's observers of ranges, in quantization-aware training, decide in Python whether a range of one number each is the
 first one, and build scales from Python numbers; for ranges of several channels, they stay with tensors. A batch norm
-without a momentum divides by the number of its batches.
+without a momentum divides by the number of its batches. An adaptive softmax gives each cluster the rows whose targets
+are in it; here each cluster gets all rows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import adaptive
 from torch.nn.modules.batchnorm import _BatchNorm
 
 __all__ = ["on_device"]
@@ -29,6 +31,10 @@ def on_device(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
     averages = isinstance(module, _BatchNorm) and module.momentum is None and module.track_running_stats
     if averages and kind.forward is _BatchNorm.forward:
         yield "forward", partial(_normalize, weakref.ref(module))
+    if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
+        for name, method in (("forward", _of_targets), ("predict", _likeliest)):
+            if getattr(kind, name) is getattr(nn.AdaptiveLogSoftmaxWithLoss, name):
+                yield name, partial(method, weakref.ref(module))
     torch_s = sys.modules.get(_FILE)  # not imported: no module is an observer
     if torch_s is None or not isinstance(module, torch_s.MinMaxObserver):
         return
@@ -51,6 +57,26 @@ def _normalize(norm: weakref.ref[Any], x: Tensor) -> Tensor:
         share = 1 / self.num_batches_tracked.to(held.dtype)
         held.copy_((1 - share) * held + share * now)
     return out
+
+
+def _of_targets(softmax: weakref.ref[Any], input_: Tensor, target_: Tensor) -> Any:
+    """Return the log-probabilities of targets, and the loss."""
+    self: Any = softmax()
+    if target_.dim() > 1 or input_.shape[:-1] != target_.shape:
+        raise RuntimeError(
+            f"targets of shape {list(target_.shape)} do not fit inputs of shape {list(input_.shape)}: "
+            "one target each"
+        )
+    of_all = self.log_prob(input_.reshape(-1, input_.shape[-1]))
+    output = of_all.gather(1, target_.reshape(-1, 1)).reshape(target_.shape)
+    return adaptive._ASMoutput(output, (-output).mean())
+
+
+def _likeliest(softmax: weakref.ref[Any], input: Tensor) -> Tensor:
+    """Return the likeliest class: one of the shortlist if the head prefers it to each cluster as a whole."""
+    self: Any = softmax()
+    output = self.head(input).argmax(1)
+    return torch.where(output < self.shortlist_size, output, self.log_prob(input).argmax(1))
 
 
 def _observe(observer: weakref.ref[Any], x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
@@ -15,7 +15,14 @@ from typing_extensions import dataclass_transform
 
 from .sameness import alike
 
-__all__ = ["register_dataclass", "register_dataclass_node", "registered_node", "same_static", "static"]
+__all__ = [
+    "as_node",
+    "register_dataclass",
+    "register_dataclass_node",
+    "registered_node",
+    "same_static",
+    "static",
+]
 
 T = TypeVar("T")
 
@@ -117,6 +124,29 @@ def register_dataclass_node(cls: type[T], static: Sequence[str] = ()) -> type[T]
         cls, flatten_fn, unflatten_fn, flatten_with_keys_fn=flatten_with_keys_fn
     )
     return cls
+
+
+def as_node(value: Any, name: str) -> str:
+    """Return how to make a leaf that is a container of tensors a tree, as an instruction; "" for any other leaf.
+
+    Args:
+      value: The leaf.
+      name: What it is called.
+    """
+    kind = type(value)
+    if isinstance(value, Mapping):
+        held, how = list(value.values()), f"pass `dict({name})`"
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+        how = f"register the class once, `fcg.tree.register_dataclass({kind.__name__})`"
+    elif kind.__hash__ is None and hasattr(value, "__dict__"):  # compared by what it holds, as a namespace is
+        held, how = (
+            list(vars(value).values()),
+            f"pass `vars({name})`, a dict: `{name}.x` becomes `{name}['x']`",
+        )
+    else:
+        return ""
+    return how if any(isinstance(part, torch.Tensor) for part in held) else ""
 
 
 def registered_node(kind: type) -> torch_pytree.NodeDef | None:

@@ -22,6 +22,7 @@ from ..ambient.modes import ordinary
 from ..concurrency.streams import Stream, current_raw_stream, current_stream
 from ..concurrency.turns import Turn
 from ..errors import LayoutError
+from ..pytree.nodes import as_node
 from ..shards.placement import Placement
 from ..shards.tensor import placed
 from ..tensors.overlap import storage_key
@@ -311,9 +312,10 @@ def refuse_unplaceable(
       LayoutError: For offending leaves; it lists the first five.
     """
     home = next((device for device in devices if device is not None), None)
-    rows = []
+    rows, container = [], ""
     for path, leaf, device in zip(paths, leaves, devices, strict=True):
         problem = unplaceable(leaf)
+        container = container or as_node(leaf, path_string(path, root))
         if problem:
             rows.append(f"{path_string(path, root)}  expected a dense tensor   got {problem}")
         elif device is not None and device != home:
@@ -324,7 +326,9 @@ def refuse_unplaceable(
             f"`{root}` has leaves that cannot be placed.",
             rows=rows,
             why="A state is a pytree of dense tensors on one device.",
-            fix=f'make them tensors and move them, `fcg.place({root}, device="{home or "cpu"}")`; '
+            fix=f"{container}."
+            if container
+            else f'make them tensors and move them, `fcg.place({root}, device="{home or "cpu"}")`; '
             "keep names and settings as static fields.",
         )
 

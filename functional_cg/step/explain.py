@@ -87,8 +87,9 @@ def warnings_of(lowered: Lowered) -> Iterator[str]:
         yield (
             f"{'; '.join(forgotten[:_SHOWN])}{more}: new values, such as BatchNorm's statistics, were computed and "
             "dropped; return them, `loss, new_buffers` from the loss, `has_aux=True`, and "
-            "`state.apply_gradients(grads, buffers=new_buffers)`; if the module is called again, pass them on. If "
-            "another call on the same input returns them, nothing is lost. `train=False` writes none, but it also "
+            "`state.apply_gradients(grads, buffers=new_buffers)`; if the module is called again, pass them on: torch "
+            "counts each call, as of a discriminator for its generator's loss. If another call on the same input "
+            "returns them, or this one is not to count, nothing is lost. `train=False` writes none, but it also "
             "normalizes by the old ones: other numbers."
         )
     dropped = lowered.inspection.dropped

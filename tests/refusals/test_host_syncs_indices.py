@@ -303,9 +303,8 @@ def test_a_table_of_numpy_is_looked_up_outside_or_becomes_a_constant():
     table = np.linspace(0.0, 1.0, 10)
     state = fcg.place({"w": torch.ones(2)})
     fix = (
-        r"To fix: look the value up outside of the step and pass it as an input; or make a tensor, "
-        r"`table = torch.tensor\(table\)`, declare it, `constants=table`, "
-        r"and write `table\[epoch\]`"
+        r"To fix: make it a tensor where it is made, `table = torch.tensor\(table\)`, and declare it, "
+        r"`constants=table`; or look the value up outside of the step and pass it as an input"
     )
     with pytest.raises(fcg.HostSyncError, match=fix):
         fcg.graph_step(lambda state, epoch: (state, table[epoch]))(state, 3)

@@ -1,5 +1,6 @@
 """Random ops that can draw from a generator nobody manages are refused; those that cannot are accepted."""
 
+import importlib
 import random
 import threading
 
@@ -123,7 +124,31 @@ def test_generator_of_the_host(name, draw, monkeypatch):
         draw()
         return s, {}
 
-    assert_refused(unused, ImplicitRandomnessError, f"moves a random generator on the host: {name}\\.")
+    assert_refused(
+        unused,
+        ImplicitRandomnessError,
+        f"moves a random generator on the host: {name}\\.\n +at test_random_ops",
+    )
+
+
+def test_a_draw_in_a_library_names_the_line_of_the_user_s_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    source = "import random\n\n\ndef flipped(x):\n    if random.random() < 0.5:\n        x = x.flip(0)\n    return x\n"
+    (folder / "flipping_library.py").write_text(source)
+    monkeypatch.syspath_prepend(folder)
+    flipped = importlib.import_module("flipping_library").flipped
+
+    def step(s, b):
+        x = flipped(b["x"])
+        return s, x
+
+    message = (
+        r"at flipping_library.py:5, called at test_random_ops.py:\d+\n(.|\n)*the line belongs to `flipping_library`: "
+        r"call `flipped\(b\['x'\]\)` outside of the step and pass what it returns as an input"
+    )
+    assert_refused(step, ImplicitRandomnessError, message)
 
 
 def test_generator_of_its_own_is_found_by_the_second_trace():

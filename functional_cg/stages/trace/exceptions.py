@@ -53,8 +53,6 @@ def mapped(recipe: Recipe, error: Exception) -> FunctionalCGError:
 def _fix(recipe: Recipe, error: Exception) -> str:
     name, text = recipe.name, words_of(error)
     inputs = dict(zip(recipe.input_names, recipe.inputs, strict=True))
-    if "does not require grad" in text:
-        return "in place of `backward()`, `loss, grads = fcg.value_and_grad(loss_fn)(state.params)`"
     if isinstance(error, dataclasses.FrozenInstanceError):
         return (
             fix_of(error) or "a state is immutable: `state = state.replace(...)` gives one with other fields"

@@ -7,12 +7,8 @@ tensors of the trace and on all others.
 from __future__ import annotations
 
 import os
-import random
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import FrameType, MappingProxyType
 from typing import Any
 
@@ -24,7 +20,7 @@ from torch.distributions import constraints, continuous_bernoulli, distribution,
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
-from ...errors import CaptureError, FunctionalCGError, HostSyncError, ImplicitRandomnessError, SideEffectError
+from ...errors import CaptureError, FunctionalCGError, HostSyncError, SideEffectError
 from ...messages.advice import ADDRESS
 from ...messages.catching import may_swallow
 from ...messages.guards import compares_in_guard, guard_of
@@ -37,7 +33,7 @@ from .known import aside_from_modes
 from .places import at_a_place
 from .rules import Rules
 
-__all__ = ["HostGuard", "HostRandomness", "HostState", "taken_as_valid"]
+__all__ = ["HostGuard", "HostState", "taken_as_valid"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Python frames of the methods themselves, between the caller and the mode.
@@ -45,7 +41,6 @@ _METHODS = tuple(
     _TORCH + name for name in ("overrides.py", "_tensor.py", "_tensor_str.py", "utils/_contextlib.py")
 )
 
-_RUNS = 3  # another thread is unlikely to draw in each run and in no pause
 _BY_ELEMENT = "calls Python for each element of a tensor"
 _VALUES = "asks for the values of a tensor on the host"
 # Name of a tensor method -> what a call of it does.
@@ -224,102 +219,25 @@ def _between(frame: FrameType) -> bool:
 
 def _called_by_torch(frame: FrameType | None) -> bool:
     """Whether torch itself reads, such as for an error message; only reads by user code are refused."""
-    while frame is not None and frame.f_code.co_filename.startswith(_METHODS):
+    return _caller(frame).startswith(_TORCH)
+
+
+def _caller(frame: FrameType | None) -> str:
+    """Return the file that calls a method of a tensor; between are the method's own frames and other modes."""
+    while frame is not None and (frame.f_code.co_filename.startswith(_METHODS) or _is_ours(frame)):
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+    return "" if frame is None else frame.f_code.co_filename
+
+
+def _is_ours(frame: FrameType) -> bool:
+    ours = str(frame.f_globals.get("__name__", "")).startswith("functional_cg.")
+    return ours and not is_user_file(frame.f_code.co_filename)
 
 
 def _is_for_an_optimizer(frame: FrameType | None) -> bool:
     """Whether the user reads a gradient that ``backward()`` would leave, or torch does to clip it."""
-    while frame is not None and frame.f_code.co_filename.startswith(_METHODS):
-        frame = frame.f_back
-    file = "" if frame is None else frame.f_code.co_filename
+    file = _caller(frame)
     return file == clip_grad.__file__ or is_user_file(file)
-
-
-@dataclass(slots=True)
-class HostRandomness:
-    """States of the host's random generators, compared before and after a trace."""
-
-    torch_state: Tensor
-    python_state: Any
-    numpy_state: Any
-
-    @classmethod
-    def read(cls) -> HostRandomness:
-        numpy = sys.modules.get("numpy")
-        return cls(torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state())
-
-    def moved(self) -> list[str]:
-        """Return the names of the generators whose state has changed."""
-        now = HostRandomness.read()
-        same = {
-            "torch (CPU)": torch.equal(self.torch_state, now.torch_state),
-            "random": self.python_state == now.python_state,
-            "numpy.random": _comparable(self.numpy_state) == _comparable(now.numpy_state),
-        }
-        return [name for name, still in same.items() if not still]
-
-    def restore(self) -> None:
-        """Restore the generators to the recorded states."""
-        torch.set_rng_state(self.torch_state)
-        random.setstate(self.python_state)
-        if self.numpy_state is not None:
-            sys.modules["numpy"].random.set_state(self.numpy_state)
-
-    def restore_own(self) -> None:
-        """Restore the generators unless another thread may have drawn since: it would get the same numbers twice."""
-        if _alone() and self.moved():
-            self.restore()
-
-    def refuse_draws(self, function: str, again: Callable[[], object]) -> None:
-        """Raise if the function has advanced a generator, after restoring it.
-
-        If other threads run, the function counts as the one that drew only if a generator advances in each of its runs
-        and in no pause between them. A thread that draws at exactly these times is mistaken for the function. A
-        function that draws while others do is missed here, and so is one that reseeds to the same state each time.
-        Such draws show up when the programs of the two traces differ.
-
-        Args:
-          function: Name of the user's function.
-          again: Runs it once more.
-        Raises:
-          ImplicitRandomnessError: Naming the generators.
-        """
-        moved = self.moved()
-        for _ in range(0 if _alone() else _RUNS):
-            if moved:
-                moved = _moved_alone_by(again, moved)
-        if moved:
-            self.restore()
-            raise ImplicitRandomnessError.of(
-                function,
-                f"moves a random generator on the host: {', '.join(moved)}.",
-                why="Python runs when the step is traced, not when it is replayed: the numbers never change.",
-                fix="draw from a key in the state with `fcg.random`, or pass the numbers as an input.",
-            )
-
-
-def _comparable(state: Any) -> Any:
-    """A state of numpy's generators, whose arrays compare element by element, as what compares as a whole."""
-    if isinstance(state, tuple):
-        return tuple(map(_comparable, state))
-    if isinstance(state, dict):  # as of any bit generator but the first one
-        return {name: _comparable(part) for name, part in state.items()}
-    return state.tobytes() if hasattr(state, "tobytes") else state
-
-
-def _alone() -> bool:
-    return threading.active_count() == 1
-
-
-def _moved_alone_by(run: Callable[[], object], suspects: Sequence[str]) -> list[str]:
-    """Return the generators that advance during a run, but not during a pause of the same length."""
-    before, start = HostRandomness.read(), time.perf_counter()
-    run()
-    seconds, moved, resting = time.perf_counter() - start, before.moved(), HostRandomness.read()
-    time.sleep(seconds)
-    return [name for name in suspects if name in moved and name not in resting.moved()]
 
 
 class HostState:

@@ -309,7 +309,7 @@ class Rules:
         if inputs:
             names = " and ".join(f"`{name}`" for name in inputs)
             fix = f"{fix or _DECIDE_OUTSIDE}; if {names} never changes, close over it and declare it, `constants=`"
-        elif owner.isidentifier():  # a whole argument: what was passed may have been a Python flag
+        elif owner.isidentifier() and "shape" not in reason:  # what was passed may have been a Python flag
             else_fix = fix or _DECIDE_OUTSIDE
             fix = f'if `{owner}` is a Python value that chooses code, `static_argnames=("{owner}",)`; else {else_fix}'
         shown = f"{call} (from {what})" if call and what else str(call or what)

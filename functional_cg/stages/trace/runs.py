@@ -17,6 +17,7 @@ from ...ambient.rehearsal import tracing
 from ...ambient.setting import canonical
 from ...errors import FunctionalCGError
 from ...nn.originals import meeting
+from ...random.host_generators import HostRandomness
 from ...shards.coalescing import close_groups, open_groups
 from ...state.boundary import entered, left, shown
 from ...tensors.fake_mode import FakeMode, without_log
@@ -27,7 +28,7 @@ from ..watch.frames import Follower
 from ..watch.host_watch import HostWatch
 from ..watch.names import HostReads
 from .exceptions import mapped, raised_at
-from .host import HostGuard, HostRandomness, HostState
+from .host import HostGuard, HostState
 from .recipe import Recipe
 from .recorder import Recorder
 from .results import copy_written_inputs, read_reports, read_result

@@ -20,10 +20,11 @@ from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import ForeignTensorError, SideEffectError
 from ...messages.source import Location
+from ...tensors.aten import unwrapped
 from ..program import Program, Var
 from ..variables import Reference
 from .known import aside_from_modes, value_of
@@ -42,7 +43,6 @@ __all__ = [
 _DEVICE = torch.ops.prim.device.default
 _DEEP = 4  # how deep a tensor may lie in what a cached function returned
 _LINK = "_lru_list_elem"  # of a cache with a limit, which holds its results in a list of its own
-_RNN_FIX = "call an RNN by `apply, params, buffers = fcg.from_module(module)`: it stores its parameters. Or "
 
 
 class Stray(Tensor):
@@ -280,17 +280,35 @@ def refuse_kept(
     if not are_kept(references):
         return
     sites = {id(var): instr.site for instr in program.instrs for var in instr.outputs()}
-    rows = [
-        f"{var.spec}, made at {sites.get(id(var), 'entry')}"
+    kept = {
+        id(tensor): var
         for var, reference in zip(variables, references, strict=True)
-        if reference() is not None
-    ]
+        if (tensor := reference()) is not None
+    }
+    rows = [f"{var.spec}, made at {sites.get(id(var), 'entry')}" for var in kept.values()]
+    held = _held_by_a_module(kept)
     raise SideEffectError.of(
         name,
         f"keeps {'a tensor' if len(rows) == 1 else f'{len(rows)} tensors'} of the step beyond its end.",
         rows=rows,
         why="Python runs when the step is traced, not when it is replayed: what was kept would never be updated.",
-        fix=(_RNN_FIX if all(row.endswith("entry") for row in rows) else "")
+        fix=(
+            f"call the module by `apply, params, buffers = fcg.from_module(module)`: `{held}` holds one. Or "
+            if held
+            else ""
+        )
         + "return it in the metrics or in the new state instead of storing it (attribute, list, cache). "
         f"A debugger keeps what it sees: use it in `{name}.eager(...)`, or with FCG_DISABLE_CAPTURE=1.",
     )
+
+
+def _held_by_a_module(kept: Mapping[int, Var]) -> str:
+    """Return the attribute of a module, as ``LSTM._flat_weights``, that holds one of these tensors; "" if none does."""
+    for one in gc.get_objects():
+        if not issubclass(type(one), nn.Module):
+            continue
+        for name, value in list(vars(one).items()):
+            held = value if isinstance(value, list) else [value]
+            if any(isinstance(part, Tensor) and id(unwrapped(part)) in kept for part in held):
+                return f"{type(one).__name__}.{name}"
+    return ""

@@ -95,9 +95,12 @@ class Shaker:
 
     def results(self, instr: Instr, made: list[tuple[Var, Tensor]]) -> None:
         """Perturb the results of a call, in place."""
-        if instr.writes or instr.name in _MOVES or instr.is_view:
+        written = (
+            instr.writes if instr.op._overloadname.endswith("out") else ()
+        )  # what it writes, it does not read
+        if len(written) < len(instr.writes) or instr.name in _MOVES or instr.is_view:
             return
-        taken = {var.storage for var in instr.inputs()}
+        taken = {var.storage for var in instr.inputs()} - {var.storage for var in written}
         for var, tensor in made:
             if var.storage not in taken:
                 most = min(self.most, _MOST_NARROW) if tensor.dtype in _WIDE else self.most

@@ -32,7 +32,7 @@ from .kinds import (
     stores,
 )
 from .places import ATTRIBUTE, ITEM, PART, How, Place, Step, parts_of
-from .reads import Reads
+from .reads import PLAIN_TENSORS, Reads
 from .values import in_classes, instance_dict, is_array, is_container, is_value, missing
 
 __all__ = ["GETTERS", "Lookups"]
@@ -162,15 +162,18 @@ class Lookups(Reads):
     def _of_tensor(self, owner: torch.Tensor, name: str) -> Any:
         """Handle an attribute of a tensor: what a tensor of before the step says of itself, but for its values."""
         self._added_to_tensors(name)
-        place = self.known(owner)
-        if place is None or place.owner is None:
+        if type(owner) not in PLAIN_TENSORS:  # made by the trace, or a leaf
             return UNKNOWN
+        place = self.place(owner)  # wherever it came from: a generator tells no place
         if name in vars(owner):
             self._read(owner, Step(ATTRIBUTE, name), vars(owner)[name])
             return vars(owner)[name]
         if name in _FACTS:
             ask = functools.partial(_fact, name)
             self.part(place, ask, ask(owner), f"{place.name}.{name}", name)
+        elif in_classes(type(owner).__mro__, name) is missing:
+            lacks = functools.partial(_has, name)
+            self.part(place, lacks, False, f"hasattr({place.name}, {name!r})", name)
         return UNKNOWN
 
     def _added_to_tensors(self, name: str) -> None:
@@ -374,6 +377,10 @@ class Lookups(Reads):
             self.use(owner)
         else:
             self.part(place, read, read(owner), f"{read.__name__}({place.name})")
+
+
+def _has(name: str, tensor: torch.Tensor) -> bool:
+    return name in vars(tensor)
 
 
 def _fact(name: str, tensor: torch.Tensor) -> Any:

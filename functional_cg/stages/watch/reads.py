@@ -34,7 +34,7 @@ from .liveness import without_gone, without_unheld
 from .places import ATTRIBUTE, GONE, ITEM, PART, Changes, Entry, How, Memory, Place, Step, parts_of
 from .values import Contents, Shape, is_container, is_value
 
-__all__ = ["Reads"]
+__all__ = ["PLAIN_TENSORS", "Reads"]
 
 
 class Reads:
@@ -153,7 +153,7 @@ class Reads:
                 self._places.setdefault(id(value), Place(value, name, owner, step))
         elif not issubclass(type(value), torch.Tensor):
             self._found_object(owner, step, value, name)
-        elif type(value) in _PLAIN_TENSORS and owner.root.outlives:
+        elif type(value) in PLAIN_TENSORS and owner.root.outlives:
             self.compare(owner, step, How.KIND, type(value), f"type({name})")
             self._places.setdefault(id(value), Place(value, name, owner, step))
 
@@ -291,8 +291,8 @@ class Reads:
             if id(held) in self._registries:
                 continue
             key = (id(held), How.CONTENTS, None)
-            if key not in self.entries:
-                self.entries[key] = Entry(place, None, How.CONTENTS, Contents(held), place.name)
+            if key not in self.entries and not (contents := Contents(held)).of_the_trace:
+                self.entries[key] = Entry(place, None, How.CONTENTS, contents, place.name)
             for step, part in parts_of(held):
                 self.memory.held(place, part)
                 if is_value(part) or issubclass(type(part), torch.Tensor):
@@ -393,4 +393,4 @@ class Reads:
         return list(found.values())
 
 
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # not those of a trace or of a state
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # not those of a trace or of a state

@@ -21,9 +21,11 @@ from types import FunctionType, MappingProxyType
 from typing import Any, cast
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ...pytree.sameness import same
 from ...state.arena import BufferSpec
+from ...tensors.aten import unwrapped
 
 __all__ = [
     "Contents",
@@ -132,6 +134,14 @@ class Contents:
     def __init__(self, container: Any) -> None:
         self.kind, self._read = type(container), _reader(container)
         self.parts = tuple(self._read(container))
+
+    @property
+    def of_the_trace(self) -> bool:
+        """Whether all that it holds are tensors of a trace: the step itself has filled it."""
+        held = self.parts[1::2] if issubclass(self.kind, dict) else self.parts
+        return bool(held) and all(
+            isinstance(part, torch.Tensor) and isinstance(unwrapped(part), FakeTensor) for part in held
+        )
 
     def is_in(self, container: Any) -> bool:
         """Whether a container holds the same now."""

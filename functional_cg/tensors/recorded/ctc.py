@@ -180,7 +180,7 @@ def _scan_on_cpu(values: Tensor, skip: Tensor, first: Tensor, begin: Tensor) -> 
 
 def _scan_on_cuda(values: Tensor, skip: Tensor, first: Tensor, begin: Tensor) -> Tensor:
     # Imported at the first call on CUDA: CPU builds of torch come without triton.
-    from functional_cg.tensors.ctc_triton import scan
+    from functional_cg.tensors.recorded.ctc_triton import scan
 
     return scan(values, skip, first, begin)
 
