@@ -60,6 +60,7 @@ FILES = {
     "compiled_branches": "tests/test_compiled_branches.py",
     "parts": "tests/test_parts.py",
     "known_masks": "tests/test_known_masks.py",
+    "summed": "tests/test_summed_products.py",
     "attention": "tests/test_attention.py",
     "of_ctc": "tests/test_ctc.py",
     "recompute": "tests/test_recompute.py",
@@ -133,7 +134,7 @@ class Hazard:
     """One row.
 
     Attributes:
-      number: From 1 to 147.
+      number: From 1 on.
       priority: 1 must, 2 should, 3 a diagnostic or no goal.
       title: What goes wrong.
       sees: What a user sees here; it begins with one of `OUTCOMES`.
@@ -970,5 +971,13 @@ HAZARDS = (
          "a row at a number on the device is a copy where PyTorch has a view: it shows old values, or a write is lost",
          "refused: CaptureError, ReadOnlyError, unless it is put back", "places::test_a_copy_never_passes_for_a_view",
          "places::test_a_number_on_the_device_is_a_place"),
+    _row(194, 1, "N168 N169",
+         "products whose sum is computed as one lose a term, or keep rows that there is no memory for",
+         "impossible: what else reads a term keeps it, and the peak may grow by 5 %",
+         "summed::test_sums_of_products_stay", "summed::test_what_is_read_again_or_written_stays",
+         "summed::test_no_row_is_kept_that_memory_was_not_there_for"),
+    _row(195, 1, "N170", "a step changes an object, and is taken for one that puts back what was there",
+         "refused: SideEffectError", "computed::test_a_step_may_put_back_what_it_replaces",
+         "computed::test_what_is_put_back_takes_no_third_trace"),
 )
 # fmt: on

@@ -81,4 +81,25 @@ SILENT = (
         ("tests/test_places.py::test_a_copy_never_passes_for_a_view[a view of it written]",),
         no_gpu=NO_GPU,
     ),
+    Mutant(
+        "N168",
+        "products that are summed become one product of other rows",
+        (("make(_CAT, (list(rights), 0)", "make(_CAT, (list(rights)[::-1], 0)"),),
+        ("tests/test_summed_products.py::test_sums_of_products_stay",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N169",
+        "products that are summed keep all rows, whatever memory that takes",
+        (("    if after - before <= max(_MORE * before, _FEW):", "    if after:"),),
+        ("tests/test_summed_products.py::test_no_row_is_kept_that_memory_was_not_there_for",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N170",
+        "what a step replaces and does not put back counts as put back",
+        (("            if before is UNKNOWN or not", "            if before is UNKNOWN and not"),),
+        ("tests/test_computed_reads.py::test_what_is_put_back_takes_no_third_trace[not put back]",),
+        no_gpu=NO_GPU,
+    ),
 )
