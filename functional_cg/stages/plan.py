@@ -132,7 +132,9 @@ class AtenPlan:
         """
         names = {**self._names(buffers, raised_at), "tick": tick}
         exec(self._code, names)
-        return names.pop("run")  # type: ignore[no-any-return]  # no cycle: buffers are freed with it
+        run = names.pop("run")  # no cycle, here and below: buffers are freed with it
+        run.__kwdefaults__ = {name: names.pop(name) for name in self._functions.values()}
+        return run  # type: ignore[no-any-return]
 
     def _names(self, buffers: Buffers, raised_at: Callable[[], Location | None]) -> dict[str, Any]:
         """Return what the generated function refers to."""
@@ -294,8 +296,9 @@ class AtenPlan:
         calls += [call for _, group in self._commit_calls() for call in group]
         calls.append("*clears")
         tick("new state", calls, "tick")
+        functions = "".join(f", {name}" for name in self._functions.values())
         source = (
-            "def run(before):\n    try:\n"
+            f"def run(before{functions and ', *' + functions}):\n    try:\n"
             + "".join(f"        {line}\n" for line in lines or ["pass"])
             + "    except Exception as error:\n        note(error)\n        raise\n"
             + f"    uninterrupted((*before, {', '.join(calls)}))\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...concurrency.garbage import no_garbage_collection
 from ...concurrency.interrupts import uninterrupted
@@ -175,7 +177,10 @@ class CUDABackend:
                 for _ in range(_WARM_UPS):
                     warm(())
                 run = bound(plan, run, buffers, spare, self._lanes)
+                memory = [StorageWeakRef(slot.untyped_storage()) for slot in spare.slots]
                 del warm, spare
+                if not all(one.expired() for one in memory):
+                    gc.collect()  # a reference cycle holds it; to look for that takes a second
             graph = torch.cuda.CUDAGraph()
             # A stream may be another one's underneath, with a workspace from elsewhere that whoever made it may free;
             # and what runs on it later may not use that of the graph, which may be replayed meanwhile.
