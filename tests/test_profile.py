@@ -168,11 +168,19 @@ def test_a_slow_layer_is_seen_as_slow() -> None:
     start = time.perf_counter()
     profile = step.profile(params, torch.randn(512, 64))
     assert max(profile.seconds, profile.call_s) < time.perf_counter() - start
-    slowest = profile.by_module()[0]
-    thin = next(row for row in profile.by_module() if row.name == "Net.thin")
-    assert slowest.name in ("Net.wide", "Net.last")
-    assert slowest.seconds > 5 * thin.seconds
-    assert "self.wide" in profile.by_line()[0].source
+    # Whatever else runs here may hold up any one of them: the least times are their own.
+    profiles = [profile, *(step.profile(params, torch.randn(512, 64)) for _ in range(7))]
+
+    def least(rows: Callable[[Any], Any], name: Callable[[Any], str]) -> dict[str, float]:
+        times: dict[str, float] = {}
+        for row in (row for one in profiles for row in rows(one)):
+            times[name(row)] = min(row.seconds, times.get(name(row), row.seconds))
+        return times
+
+    modules = least(lambda one: one.by_module(), lambda row: row.name)
+    assert max(modules["Net.wide"], modules["Net.last"]) > 5 * modules["Net.thin"]
+    lines = least(lambda one: one.by_line(), lambda row: row.source)
+    assert "self.wide" in max(lines, key=lines.__getitem__)
     # the result of `wide`, or its gradient, is the largest value by far
     largest = max(profile.by_module(), key=lambda row: row.nbytes)
     assert largest.name in ("Net.wide", "Net.last")
