@@ -520,8 +520,8 @@ MUTANTS = (
         "no clean-up after an exception: a call gives the old state up before its kernels have run",
         (
             (
-                '"def run(before):\\n    try:\\n"',
-                '"def run(before):\\n    uninterrupted(before)\\n    try:\\n"',
+                "functions}):\\n    try:\\n",
+                "functions}):\\n    uninterrupted(before)\\n    try:\\n",
             ),
             ("self._sites[len(lines) + 3]", "self._sites[len(lines) + 4]"),
         ),
