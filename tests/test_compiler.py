@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch._inductor.exc import InductorError
 from torch._inductor.utils import fresh_cache
 
 import functional_cg as fcg
+from functional_cg.options import Options
 from functional_cg.stages.lower import graph, inductor
+from functional_cg.stages.lower.compiled import announce
 from tests.compiled_graphs import compiled
 
 
@@ -135,3 +138,16 @@ def test_what_was_checked_before_it_was_written_is_checked_anew(*, ahead: bool) 
         state, tokens = compiled(state, x)
         assert torch.equal(tokens, expected)
         state = fcg.snapshot(state)
+
+
+@pytest.mark.parametrize(
+    ("device", "lowering", "starts"),
+    [("cuda", "auto", True), ("cuda", "inductor", True), ("cuda", "aten", False), ("cpu", "inductor", False)],
+)
+def test_processes_that_compile_kernels_start_before_a_trace(
+    device: str, lowering: Any, starts: bool
+) -> None:
+    """Only for a GPU: what a host compiles does not wait for them."""
+    with mock.patch("torch._inductor.async_compile.maybe_warm_pool") as started:
+        announce(torch.device(device), Options(lowering=lowering))
+    assert started.called == starts

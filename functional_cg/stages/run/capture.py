@@ -25,9 +25,6 @@ from ..plan import Before, Buffers, ExecutionPlan, quiet
 __all__ = ["Backend", "CPUBackend", "CUDABackend", "Replay", "backend_for", "scratch"]
 
 _WARM_UPS = 2
-# Of the streams of warm-ups, and of captures. The latter is the lane with most to do, and a graph keeps the priority of
-# each kernel: where the device is full, that lane goes first, and the others fill what it leaves.
-_PRIORITIES = (-1, -2)
 _CROSSES_THE_BORDER = ("unjoined work", "uncaptured work")  # in the driver's messages on streams and events
 _LATER = "previous error during capture"
 _FEW = 3  # up to this many clones cost less than one grouped copy
@@ -151,7 +148,7 @@ class CUDABackend:
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
                 # torch hands out streams from a small pool; high-priority ones are rarely shared with other users
-                self._streams = tuple(torch.cuda.Stream(self._device, priority=one) for one in _PRIORITIES)
+                self._streams = tuple(torch.cuda.Stream(self._device, priority=-1) for _ in range(2))
             caller, warm_up = torch.cuda.current_stream(self._device), self._streams[0]
             warm_up.wait_stream(caller)
             torch.cuda.empty_cache()  # else memory cached while building the state adds to this work's
@@ -208,7 +205,7 @@ class CUDABackend:
 
     def _lanes(self, count: int) -> Lanes:
         while len(self._streams) < 1 + count:
-            self._streams = (*self._streams, torch.cuda.Stream(self._device, priority=_PRIORITIES[0]))
+            self._streams = (*self._streams, torch.cuda.Stream(self._device, priority=-1))
         return _Streams(self._streams[1 : 1 + count])
 
 
