@@ -136,6 +136,52 @@ def test_what_is_read_again_or_written_stays() -> None:
     assert before == after == 3
 
 
+@pytest.mark.parametrize("view", [False, True])
+def test_a_term_that_is_written_before_the_last_product_is_added_as_it_was(view: bool) -> None:
+    def step(state: Any, xs: Tensor) -> Any:
+        one, two, three, four = (x.t() @ x for x in xs)
+        other = state["w"] * 2.0
+        total = ((other[:8] if view else other) + one) + two
+        other[0].add_(100.0)
+        return {"w": (total + three) + four}, other * 1.0
+
+    state = fcg.place({"w": torch.zeros(8, 8)})
+    joined(fcg.graph_step(step, lowering="aten").lower(state, torch.zeros(4, 1, 8)).program)
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.int32,),
+        (torch.int32, torch.float32),
+        (torch.float8_e4m3fn, torch.float32),
+        (torch.float16, torch.float32),
+    ],
+    ids=str,
+)
+def test_products_stay_whose_cast_is_not_that_of_their_sum(dtypes: tuple[torch.dtype, ...]) -> None:
+    """A cast that rounds, or that leaves the range: each product is rounded, and the sum is that of the rounded."""
+
+    def step(state: Any, xs: Tensor) -> Any:
+        products = [(x * 6.3).t() @ x for x in xs]
+        for dtype in dtypes:
+            products = [product.to(dtype) for product in products]
+        return {"w": sum(products, state["w"])}, {}
+
+    state = fcg.place({"w": torch.zeros(8, 8, dtype=dtypes[-1])})
+    before, after = joined(fcg.graph_step(step, lowering="aten").lower(state, torch.zeros(4, 1, 8)).program)
+    assert before == after == 4
+
+
+def test_products_of_float16_stay_whose_sum_only_float32_holds() -> None:
+    def step(state: Any, xs: Tensor) -> Any:
+        products = [((x * 100).half().t() @ (x * 60).half()).float() for x in xs]
+        return {"w": sum(products, state["w"])}, {}
+
+    state = fcg.place({"w": torch.zeros(8, 8)})
+    joined(fcg.graph_step(step, lowering="aten").lower(state, torch.zeros(9, 1, 8)).program)
+
+
 def test_no_row_is_kept_that_memory_was_not_there_for() -> None:
     """Gradients that are accumulated: the layers before need their memory for one part of the batch at a time."""
 

@@ -26,6 +26,16 @@ _MM = torch.ops.aten.mm.default
 _CAST = torch.ops.aten._to_copy.default
 _T = torch.ops.aten.t.default
 _CAT = torch.ops.aten.cat.default
+# Casts of which each value, and each sum, of the first dtype is one of the second: the sum may be cast as a whole. Not
+# those of float16, whose range a sum of few products leaves.
+_WIDER = frozenset(
+    {
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float64),
+        (torch.float32, torch.float64),
+        (torch.complex64, torch.complex128),
+    }
+)
 # What the peak may grow by, since rows are kept until the last of them is there: this part of it, or these bytes.
 _MORE, _FEW = 0.05, 2**20
 
@@ -36,7 +46,7 @@ class _Product:
 
     Attributes:
       call: The product, [height, rows] by [rows, width].
-      term: What is added: the product, or a transpose or another dtype of it.
+      term: What is added: the product, or a transpose or a wider dtype of it.
       turned: Whether it is the transpose.
     """
 
@@ -142,8 +152,11 @@ class _Sums:
         return out
 
     def _is_part(self, var: Var) -> bool:
-        """Whether a variable is a sum that one call reads, another sum."""
-        return self._reads[var] == 1 and var in self._makers and _is_sum(self._makers[var])
+        """Whether a variable is a sum that only a later one reads, which can add the terms as they still are there."""
+        made = self._makers.get(var)
+        if made is None or self._reads[var] != 1 or not _is_sum(made):
+            return False
+        return self._written.isdisjoint(term.storage for term in made.inputs())
 
     def _product(self, term: Var) -> _Product | None:
         """Return the product that a term is; None if it is none, or something else reads or writes it."""
@@ -222,10 +235,11 @@ def _hands_over(call: Instr, var: Var) -> None:
 
 
 def _casts(instr: Instr) -> bool:
-    """Whether a call changes the dtype, and nothing else."""
+    """Whether a call makes the dtype wider, and does nothing else."""
     if instr.op is not _CAST or not instr.kwargs.keys() <= {"dtype", "layout", "device"}:
         return False
-    return bool(replace(instr.out.spec, dtype=instr.args[0].spec.dtype) == instr.args[0].spec)
+    given, made = instr.args[0].spec, instr.out.spec
+    return (given.dtype, made.dtype) in _WIDER and bool(replace(made, dtype=given.dtype) == given)
 
 
 def _is_sum(instr: Instr) -> bool:
