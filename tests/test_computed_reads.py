@@ -363,3 +363,26 @@ def test_what_is_put_back_takes_no_third_trace(
 
     fcg.graph_fn(step)(torch.ones(()))
     assert capsys.readouterr().out.count("run") == traces
+
+
+def takes(way: str) -> Callable[[Any], float]:
+    def function(held: Any) -> float:
+        first = float(held[0])
+        if way == "del":
+            del held[0]
+        elif way == "del of a slice":
+            del held[:1]
+        else:
+            held.append(held[0])
+            del held[0]
+        return first
+
+    return function
+
+
+@pytest.mark.parametrize("way", ["del", "del of a slice", "del of what went behind"])
+@pytest.mark.parametrize("kind", [list, bytearray])
+def test_what_a_step_takes_from_the_front_is_seen_though_the_next_is_equal(kind: type[Any], way: str) -> None:
+    held, take = kind([1] * 9 + [2] * 9), takes(way)
+    with pytest.raises(fcg.SideEffectError, match=r"changes(.|\n)*To fix"):
+        fcg.graph_fn(lambda x: x * take(held))(torch.ones(()))

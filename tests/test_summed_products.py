@@ -157,7 +157,7 @@ def test_a_term_that_is_written_before_the_last_product_is_added_as_it_was(view:
         (torch.float8_e4m3fn, torch.float32),
         (torch.float16, torch.float32),
     ],
-    ids=str,
+    ids=["int32", "int32 and back", "float8 and back", "float16"],
 )
 def test_products_stay_whose_cast_is_not_that_of_their_sum(dtypes: tuple[torch.dtype, ...]) -> None:
     """A cast that rounds, or that leaves the range: each product is rounded, and the sum is that of the rounded."""

@@ -109,4 +109,25 @@ SILENT = (
         ("tests/pipelines/test_templates.py::test_a_bound_plan_is_freed_by_reference_counts_alone",),
         no_gpu=NO_GPU,
     ),
+    Mutant(
+        "N172",
+        "a term of an inner sum is added at the last sum, whatever wrote it in between",
+        (
+            (
+                "        return self._written.isdisjoint(term.storage for term in made.inputs())",
+                "        return True",
+            ),
+        ),
+        (
+            "tests/test_summed_products.py::test_a_term_that_is_written_before_the_last_product_is_added_as_it_was[False]",
+        ),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N173",
+        "a cast of products that rounds becomes one of their sum",
+        (("(given.dtype, made.dtype) in _WIDER and bool(", "bool("),),
+        ("tests/test_summed_products.py::test_products_stay_whose_cast_is_not_that_of_their_sum[int32]",),
+        no_gpu=NO_GPU,
+    ),
 )

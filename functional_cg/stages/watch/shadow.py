@@ -112,6 +112,8 @@ class Shadow(Calls):
 
     def op_delete_subscr(self, ins: dis.Instruction) -> None:
         owner, _ = self.take(2)
+        if is_container(owner) and not issubclass(type(owner), dict):
+            self.use(owner)  # all that follows moves up
         self.changes(owner)
 
     def op_delete_attr(self, ins: dis.Instruction) -> None:
