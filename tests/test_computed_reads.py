@@ -382,7 +382,7 @@ def takes(way: str) -> Callable[[Any], float]:
 
 @pytest.mark.parametrize("way", ["del", "del of a slice", "del of what went behind"])
 @pytest.mark.parametrize("kind", [list, bytearray])
-def test_what_a_step_takes_from_the_front_is_seen_though_the_next_is_equal(kind: type[Any], way: str) -> None:
+def test_what_is_deleted_from_the_front_is_seen(kind: type[Any], way: str) -> None:
     held, take = kind([1] * 9 + [2] * 9), takes(way)
     with pytest.raises(fcg.SideEffectError, match=r"changes(.|\n)*To fix"):
         fcg.graph_fn(lambda x: x * take(held))(torch.ones(()))
