@@ -372,6 +372,8 @@ def takes(way: str) -> Callable[[Any], float]:
             del held[0]
         elif way == "del of a slice":
             del held[:1]
+        elif way == "a slice by nothing":
+            held[:1] = type(held)()
         else:
             held.append(held[0])
             del held[0]
@@ -380,7 +382,7 @@ def takes(way: str) -> Callable[[Any], float]:
     return function
 
 
-@pytest.mark.parametrize("way", ["del", "del of a slice", "del of what went behind"])
+@pytest.mark.parametrize("way", ["del", "del of a slice", "a slice by nothing", "del of what went behind"])
 @pytest.mark.parametrize("kind", [list, bytearray])
 def test_what_is_deleted_from_the_front_is_seen(kind: type[Any], way: str) -> None:
     held, take = kind([1] * 9 + [2] * 9), takes(way)

@@ -19,7 +19,7 @@ from .calls import Calls, parent
 from .kinds import UNKNOWN
 from .places import ITEM, Step
 from .stack import NULL
-from .values import in_classes, is_container, is_value
+from .values import in_classes, is_array, is_container, is_value
 
 __all__ = ["Shadow"]
 
@@ -104,11 +104,19 @@ class Shadow(Calls):
 
     def op_store_subscr(self, ins: dis.Instruction) -> None:
         _, owner, key = self.take(3)
+        if key is UNKNOWN or type(key) is slice:
+            self._resizes(owner)
         self.reads.put(owner, key)
 
     def op_store_slice(self, ins: dis.Instruction) -> None:
         _, owner, _, _ = self.take(4)
+        self._resizes(owner)
         self.changes(owner)
+
+    def _resizes(self, owner: Any) -> None:
+        """Record how long a container is of which the step replaces a slice, by one that may be longer or shorter."""
+        if is_container(owner) and not issubclass(type(owner), dict) and not is_array(owner):
+            self.size(owner)
 
     def op_delete_subscr(self, ins: dis.Instruction) -> None:
         owner, _ = self.take(2)
