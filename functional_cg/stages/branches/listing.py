@@ -161,7 +161,7 @@ def listed(
     *,
     frugal: bool = True,
 ) -> Timeline:
-    """Spread units over at most so many lanes; the first of them has the most to do.
+    """Spread units over at most so many lanes.
 
     Args:
       units: The units, in the order of the plan.
@@ -174,10 +174,7 @@ def listed(
         return in_line(units, kept)
     before = predecessors(units)
     found = assign(units, before, lanes, ahead)
-    work = dict.fromkeys((0, *found.lane), 0.0)
-    for lane, unit in zip(found.lane, units, strict=True):
-        work[lane] += -math.inf if unit.link else unit.micros
-    used = {lane: place for place, lane in enumerate(sorted(work, key=lambda one: (-work[one], one)))}
+    used = {lane: place for place, lane in enumerate(sorted({0, *found.lane}))}
     found.lane = [used[lane] for lane in found.lane]
     much = _MUCH if frugal else math.inf
     return Timeline(units, list(_placed(units, before, found, kept, much)), len(used))

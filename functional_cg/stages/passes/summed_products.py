@@ -230,8 +230,7 @@ def _hands_over(call: Instr, var: Var) -> None:
     """Let a call make a variable, in the memory in which it makes what it does."""
     for one in call.inputs() if call.is_view else ():
         one.storage = var.storage
-    call.out = var
-    call._outputs = None
+    call.gives(var)
 
 
 def _casts(instr: Instr) -> bool:
