@@ -35,7 +35,9 @@ def words(fn: Any, **options: Any) -> str:
 
 def test_what_a_compiled_step_says_of_its_branches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    assert words(two_networks) == ""
+    assert words(two_networks, branches=1) == ""
+    assert words(two_networks, compile_once=True) == ""
+    assert words(two_networks) == "branches: told once it is compiled"
     assert words(two_networks, branches=4) == "branches: told once it is compiled"
     assert words(two_networks, branches="auto") == "branches: told once it is compiled"
     assert words(chain, branches="auto") == "branches: none, since they would gain less than they cost"
@@ -43,6 +45,10 @@ def test_what_a_compiled_step_says_of_its_branches(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("functional_cg.stages.lower.compiled.SMALL", 32)
     large = words(two_networks, branches=4)
     assert large == "branches: none, its values are so large that each kernel fills the device"
+    assert words(two_networks, lowering="aten") == large
+    assert words(two_networks, lowering="aten", branches=2).startswith(
+        "branches: 13 units of work on 2 lanes"
+    )
 
 
 @thorough

@@ -42,6 +42,7 @@ from .regions import RegionsPlan
 
 __all__ = ["HeadPlan", "announce", "in_parts", "lower", "prepare", "without_lanes"]
 
+_FULL = "its values are so large that each kernel fills the device"
 _LARGE = 2**20  # bytes: recomputing or storing a smaller value takes a kernel longer than it is worth
 
 
@@ -60,18 +61,22 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
       options: The options of the step.
       reference: The program as traced, which finds the user's line for an exception from a compiled function.
     """
-    on_gpu, choice = device.type == "cuda", options.lowering
-    asked = options.branches != 1
+    on_gpu, choice, told = device.type == "cuda", options.lowering, ""
+    asked, auto = options.branches != 1 and not options.compile_once, options.branches == "auto"
     why = without_lanes(device, options.backend) if asked else ""
     if choice == "aten" or (choice == "auto" and not on_gpu):
         if asked and not why:
             program.instrs = calls_of(program.instrs)
             beside_collectives(program, device, _held(program), options.branch_memory)
-            return BranchedPlan(program, schedule(program), _spread(program, options))
+            line = _not_unasked(program) if auto else ""
+            if not line:
+                return BranchedPlan(program, schedule(program), _spread(program, options))
+            told = f"branches: none, {line}"
         plan: ExecutionPlan = lower_aten(program)
+        plan.branches = told
     else:
         plan = _compiled(program, device, options, reference, lanes=asked and not why)
-    if asked and not plan.branches:
+    if asked and not auto and not plan.branches:
         plan.branches = f"branches: none, {why or 'with this lowering it runs in one line'}"
     return plan
 
@@ -154,8 +159,19 @@ def _held(program: Program) -> int:
 def _fills_a_line(program: Program, options: Options) -> str:
     """Return why a compiled step is not worth lanes, from what is known before it is compiled; empty if it may be."""
     if largest(program) > SMALL:
-        return "its values are so large that each kernel fills the device"
-    return in_advance(in_line(launches_of(program)), options.branches)
+        return _FULL
+    line = _not_unasked(program) if options.branches == "auto" else ""
+    return line or in_advance(in_line(launches_of(program)), options.branches)
+
+
+def _not_unasked(program: Program) -> str:
+    """Return why a program runs in one line if nobody asks for a number of lanes, whatever its calls take.
+
+    A step on lanes is rehearsed before its capture. So ranks have to agree on that, or one would wait for the others.
+    """
+    if collects(program):
+        return "beside collectives a number of lanes has to be asked for"
+    return _FULL if largest(program) > SMALL else ""
 
 
 def prepare(program: Program, *, budget: float | None = None, large: int = _LARGE) -> None:
