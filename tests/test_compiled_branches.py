@@ -10,9 +10,12 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.options import Options
+from functional_cg.stages.branches.choice import faster
+from functional_cg.stages.branches.plan import Branched
 from functional_cg.stages.lower.compiled import lower
-from functional_cg.testing import Simulator, assert_replay_equals_eager
-from tests.branched import inputs, schedules
+from functional_cg.stages.plan import Buffers
+from functional_cg.testing import Simulator, assert_replay_equals_eager, assert_trees_all_equal
+from tests.branched import branched, inputs, schedules
 from tests.shares import thorough
 
 
@@ -77,6 +80,33 @@ def test_compiled_networks_on_simulated_lanes(number: int) -> None:
         step = fcg.graph_step(networks, lowering="inductor", branches=2 + number % 5, backend=Simulator())
         assert_replay_equals_eager(step, start, inputs(torch.zeros(8, 8), 9, number))
         assert "units of work on" in step.explain(), step.explain()
+
+
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+def test_lanes_that_are_measured_to_be_slower_are_given_up(lowering: str) -> None:
+    """A plan keeps the timeline of what was faster; one line is compiled for itself, and computes the same."""
+    state = {"a": torch.eye(8), "b": torch.ones(8, 8), "c": -torch.eye(8), "n": torch.tensor(1)}
+    (x,) = inputs(torch.zeros(8, 8), 1)
+    with schedules(2):
+        step = branched(networks, lowering=lowering)
+        plan = step.lower(fcg.fork(fcg.place(state)), x).plan
+        found = []
+        for on_lanes in (None, 0.9, 0.98):
+            if on_lanes is not None:
+                plan.settle(faster(plan.timeline, on_lanes, 1.0))
+            buffers = Buffers([value.clone() for value in fcg.tree.leaves(state)], [x], [])
+            metrics = plan.bind(buffers)(())
+            found.append([*metrics, *buffers.slots])
+            wide = on_lanes != 0.98
+            assert plan.timeline.lanes == 3 if wide else 1
+            assert isinstance(plan, Branched)
+            assert (plan.temporaries > 0) == wide
+            said = f"measured {on_lanes:.3f} ms on 3 lanes, 1.000 ms in one line" if on_lanes else "us; "
+            assert said in plan.branches
+            assert ("units of work on" in plan.branches) == wide
+    new, values = networks(state, x)
+    for one in found:
+        assert_trees_all_equal(one, [*fcg.tree.leaves(values), *fcg.tree.leaves(new)])
 
 
 def residual(state: Any, x: Tensor) -> Any:

@@ -24,7 +24,7 @@ from ..stages.lower.compiled import announce, lower
 from ..stages.passes.grouping import group_collectives
 from ..stages.passes.rewrite import rewrite
 from ..stages.plan import Buffers
-from ..stages.run.capture import Backend, backend_for, scratch
+from ..stages.run.capture import Backend, CUDABackend, backend_for, scratch
 from ..stages.run.poison import Poisoned
 from ..stages.run.replay import MISS, Bound, Stats, finisher, recorder, replayer
 from ..stages.trace.footprint import inspection_of
@@ -355,13 +355,13 @@ class Transform:
         for s in call.states:
             s.arena.join()
         buffers = Buffers(slots, staging.slots, constants)
+        spare = functools.partial(scratch, buffers, lowered.reference.unchecked.slots)
+        if isinstance(self._backend, CUDABackend):
+            self._backend.choose_lanes(lowered.plan, buffers, spare)
         if self._options.certify and lowered.plan.compiled and lowered.certificate is None:
             arenas = [state.arena for state in call.states]
             lowered.certificate = certify(lowered, buffers, arenas, self._backend, self._options.certify)
-        free = lowered.reference.unchecked.slots
-        replay = self._backend.capture(
-            lowered.plan, buffers, lambda: Buffers(scratch(slots, free), staging.slots, constants)
-        )
+        replay = self._backend.capture(lowered.plan, buffers, spare)
         replay = Poisoned(replay, staging.slots) if "poison" in str(self._options.debug) else replay
         bound = [Bound(s.position, s.arena, s.start, s.stop) for s in call.states]
         run = replayer(

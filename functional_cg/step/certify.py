@@ -80,7 +80,7 @@ def _certificate(lowered: Lowered, buffers: Buffers, arenas: Sequence[Arena], as
     on_gpu = any(one.is_cuda for one in (*buffers.slots, *buffers.inputs))
     with ThreadPoolExecutor(1) as meanwhile:  # kernels load while the plan compiles
         loaded = [meanwhile.submit(load_kernels, _gpu(buffers))] if on_gpu else []
-        trial.rehearse(buffers, scratch(buffers.slots, lowered.reference.unchecked.slots))
+        trial.rehearse(buffers, scratch(buffers, lowered.reference.unchecked.slots).slots)
     for one in loaded:
         one.result()
     of = _InPlace.of(buffers, written, arenas, asked) if on_gpu else _Copied.of(buffers, arenas)

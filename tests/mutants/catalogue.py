@@ -427,8 +427,8 @@ MUTANTS = (
         "warm-up is not rolled back: it runs on the state's own slots",
         (
             (
-                "Buffers(scratch(slots, free), staging.slots, constants)",
-                "Buffers(slots, staging.slots, constants)",
+                "spare = functools.partial(scratch, buffers, lowered.reference.unchecked.slots)",
+                "spare = lambda: buffers",
             ),
         ),
         (

@@ -74,6 +74,10 @@ class Branched(ExecutionPlan, Protocol):
         """Bind the plan to buffers and lanes."""
         ...
 
+    def settle(self, timeline: Timeline) -> None:
+        """Run from now on as a timeline of the same units says: as before, or in one line."""
+        ...
+
 
 class BranchedPlan(AtenPlan):
     """Runs ATen calls one by one, or on lanes.
@@ -111,9 +115,13 @@ class BranchedPlan(AtenPlan):
         self._bind(buffers, rehearsal, rehearsal)(())
         if rehearsal.surprise:
             why = f"the kernel of `{rehearsal.surprise}` returns other memory than its trace says"
-            self.timeline = replace(in_line(self.timeline.units), why=why)
-            self._tell()
+            self.settle(replace(in_line(self.timeline.units), why=why))
         self._rehearsed = True
+
+    def settle(self, timeline: Timeline) -> None:
+        """Run from now on as a timeline of the same units says: as before, or in one line."""
+        self.timeline = timeline
+        self._tell()
 
     def _tell(self) -> None:
         self.branches = str(self.timeline)

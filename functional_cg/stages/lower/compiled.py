@@ -43,6 +43,7 @@ from .regions import RegionsPlan
 __all__ = ["HeadPlan", "announce", "in_parts", "lower", "prepare", "without_lanes"]
 
 _FULL = "its values are so large that each kernel fills the device"
+_TOLD = "since algorithms have to be deterministic, and a measurement chooses lanes"
 _LARGE = 2**20  # bytes: recomputing or storing a smaller value takes a kernel longer than it is worth
 
 
@@ -62,7 +63,8 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
       reference: The program as traced, which finds the user's line for an exception from a compiled function.
     """
     on_gpu, choice, told = device.type == "cuda", options.lowering, ""
-    asked, auto = options.branches != 1 and not options.compile_once, options.branches == "auto"
+    auto, in_stages = options.branches == "auto", any(instr.region for instr in program.instrs)
+    asked = options.branches != 1 and not options.compile_once and not (auto and in_stages)
     why = without_lanes(device, options.backend) if asked else ""
     if choice == "aten" or (choice == "auto" and not on_gpu):
         if asked and not why:
@@ -160,7 +162,9 @@ def _fills_a_line(program: Program, options: Options) -> str:
     """Return why a compiled step is not worth lanes, from what is known before it is compiled; empty if it may be."""
     if largest(program) > SMALL:
         return _FULL
-    line = _not_unasked(program) if options.branches == "auto" else ""
+    line = ""
+    if options.branches == "auto":
+        line = _TOLD if torch.are_deterministic_algorithms_enabled() else _not_unasked(program)
     return line or in_advance(in_line(launches_of(program)), options.branches)
 
 

@@ -14,7 +14,7 @@ from ...ambient.modes import ordinary, without_gradients
 from ...concurrency.interrupts import uninterrupted
 from ...shards.transfers import is_between_ranks
 from ..branches.function import Launches
-from ..branches.listing import in_line
+from ..branches.listing import Timeline, in_line
 from ..branches.plan import Lanes, Spread
 from ..branches.wrapper import UnknownStatement, Wrapper
 from ..fx_passes.canonical import pick_by_comparison
@@ -75,7 +75,7 @@ class InPlacePlan:
         self._graph.recompile()
         self._compiled: Callable[..., Any] | None = None
         self._launches: Launches | None = None
-        self.timeline, self.temporaries = in_line(()), 0
+        self.timeline, self.temporaries = replace(in_line(()), estimated=spread is not None), 0
         self.branches = f"branches: none, {why}" if why else ""
         if spread is not None:
             self.branches = "branches: told once it is compiled"
@@ -102,7 +102,10 @@ class InPlacePlan:
         if self._compiled is None:
             with ordinary():
                 without_gradients()
-                self._compiled = self._beside(arguments, padded=bool(after)) or self._in_line(arguments)
+                if self._spread is not None:
+                    self._beside(self._spread, arguments, padded=bool(after))
+                if self._compiled is None:
+                    self._compiled = self._compile(arguments, beside=False)
         compiled, count = self._compiled, len(self.schedule.outputs)
         update = self._updates(tensors, tick)
 
@@ -121,7 +124,7 @@ class InPlacePlan:
             with ordinary():
                 without_gradients()
                 self._launches.rehearse(*self._arguments(buffers))
-            self._tell(self._launches)
+            self._tell(self._launches.timeline)
 
     def bind_to(self, buffers: Buffers, lanes: Lanes) -> Run:
         assert self._launches is not None
@@ -133,6 +136,17 @@ class InPlacePlan:
                 return launch(before)
 
         return run
+
+    def settle(self, timeline: Timeline) -> None:
+        """Run from now on as a timeline of the same units says: as before, or in one line, compiled for that."""
+        if self._launches is not None and timeline.lanes > 1:
+            self._launches.timeline = timeline
+            self._tell(timeline)
+            return
+        self._suit_one_line()
+        self._graph.recompile()
+        self._spread = self._compiled = self._launches = None
+        self._tell(timeline)
 
     def _arguments(self, buffers: Buffers) -> tuple[list[Tensor], Sequence[Callable[[], Any]]]:
         """Return the arguments of the function, and what to call after it."""
@@ -163,15 +177,13 @@ class InPlacePlan:
 
         return update
 
-    def _beside(self, arguments: Sequence[Tensor], *, padded: bool) -> Callable[..., Any] | None:
-        """Compile to launches that run side by side; None if that does not pay."""
-        if self._spread is None:
-            return None
+    def _beside(self, spread: Spread, arguments: Sequence[Tensor], *, padded: bool) -> None:
+        """Compile to launches that run side by side; compile nothing if that does not pay."""
         compiled = self._compile(arguments, beside=True)
         found, program = opened(compiled), self._program
         if found is None:
-            self.branches = "branches: none, torch's compiler does not show what it wrote"
-            return None
+            self.settle(replace(in_line(()), why="torch's compiler does not show what it wrote"))
+            return
         entering = [*self._entrance.slots, *program.inputs, *(c.var for c in program.constants)]
         memory = [f"argument {var.storage}" for var in entering]
         source, names = found
@@ -183,27 +195,18 @@ class InPlacePlan:
                 arguments,
                 count=len(self.schedule.outputs),
                 padded=memory if padded else (),
-                spread=self._spread,
+                spread=spread,
             )
         except UnknownStatement as error:
-            self.branches = f"branches: none, `{error}` is not known to be a launch"
-            return None
-        self._tell(launches)
-        if launches.timeline.lanes == 1:
-            return None
-        self._launches = launches
-        return compiled
+            self.settle(replace(in_line(()), why=f"`{error}` is not known to be a launch"))
+            return
+        if launches.timeline.lanes > 1:
+            self._compiled, self._launches = compiled, launches
+        self.settle(launches.timeline)
 
-    def _tell(self, launches: Launches) -> None:
-        self.timeline, self.branches = launches.timeline, str(launches.timeline)
+    def _tell(self, timeline: Timeline) -> None:
+        self.timeline, self.branches = timeline, str(timeline)
         self.temporaries = self.timeline.peak if self.timeline.lanes > 1 else 0
-
-    def _in_line(self, arguments: Sequence[Tensor]) -> Callable[..., Any]:
-        """Compile to few launches."""
-        if self._spread is not None:
-            self._suit_one_line()
-            self._graph.recompile()
-        return self._compile(arguments, beside=False)
 
     def _suit_one_line(self) -> None:
         """Change the graph as suits one line; on lanes, weight gradients run beside the chain of the others."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -19,14 +21,16 @@ from ...concurrency.streams import current_device
 from ...errors import CaptureError, FunctionalCGError, StreamError
 from ...errors.words import words_of
 from ...tensors.aten import copies
-from ..branches.plan import Lanes, bound
-from ..plan import Before, Buffers, ExecutionPlan, quiet
+from ..branches.choice import faster
+from ..branches.plan import Branched, Lanes, bound
+from ..plan import Before, Buffers, ExecutionPlan, Run, quiet
 
 __all__ = ["Backend", "CPUBackend", "CUDABackend", "Replay", "backend_for", "scratch"]
 
 _WARM_UPS = 2
 _CROSSES_THE_BORDER = ("unjoined work", "uncaptured work")  # in the driver's messages on streams and events
 _LATER = "previous error during capture"
+_ROUNDS, _ROUND_MS, _SECONDS = 12, 4.0, 0.2  # of a measurement: at most, at least, and at most
 _FEW = 3  # up to this many clones cost less than one grouped copy
 
 
@@ -178,30 +182,86 @@ class CUDABackend:
                 del warm, spare
                 if not all(one.expired() for one in memory):
                     gc.collect()  # a reference cycle holds it; to look for that takes a second
-            graph = torch.cuda.CUDAGraph()
-            # A stream may be another one's underneath, with a workspace from elsewhere that whoever made it may free;
-            # and what runs on it later may not use that of the graph, which may be replayed meanwhile.
-            _free_workspaces()
-            try:
-                with (
-                    no_garbage_collection(),  # no finalizer may destroy graphs or events while a stream is capturing
-                    _empty_graphs_are_fine(),
-                    torch.cuda.graph(
-                        graph, pool=self._pool, stream=self._streams[1], capture_error_mode="thread_local"
-                    ),
-                ):
-                    static = run(())
-            except BaseException as error:
-                _abandon(graph, self._pool, self._device)
-                _free_workspaces()
-                self._pool = torch.cuda.graph_pool_handle()  # torch 2.11 considers the old one in use forever
-                if isinstance(error, FunctionalCGError) or not isinstance(error, Exception):
-                    raise
-                # Not bound to a name: that would make a reference cycle with this frame, which holds tensors.
-                raise _failure(_first(error)) from _first(error)
-            _free_workspaces()
+            replay = self._graph(run)
             caller.wait_stream(self._streams[1])
-            return _GraphReplay(graph, run, static, self._device)
+            return replay
+
+    def _graph(self, run: Run) -> _GraphReplay:
+        graph = torch.cuda.CUDAGraph()
+        # A stream may be another one's underneath, with a workspace from elsewhere that whoever made it may free;
+        # and what runs on it later may not use that of the graph, which may be replayed meanwhile.
+        _free_workspaces()
+        try:
+            with (
+                no_garbage_collection(),  # no finalizer may destroy graphs or events while a stream is capturing
+                _empty_graphs_are_fine(),
+                torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._streams[1], capture_error_mode="thread_local"
+                ),
+            ):
+                static = run(())
+        except BaseException as error:
+            _abandon(graph, self._pool, self._device)
+            _free_workspaces()
+            self._pool = torch.cuda.graph_pool_handle()  # torch 2.11 considers the old one in use forever
+            if isinstance(error, FunctionalCGError) or not isinstance(error, Exception):
+                raise
+            # Not bound to a name: that would make a reference cycle with this frame, which holds tensors.
+            raise _failure(_first(error)) from _first(error)
+        _free_workspaces()
+        return _GraphReplay(graph, run, static, self._device)
+
+    def choose_lanes(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Buffers]) -> None:
+        """Let a plan keep lanes that an estimate has chosen if they are measured to be faster, on scratch memory.
+
+        Args:
+          plan: The plan, which changes.
+          buffers: As for :meth:`capture`.
+          scratch: Likewise.
+        """
+        if not (isinstance(plan, Branched) and plan.timeline.estimated):
+            return
+        with torch.cuda.device(self._device), quiet():
+            with self.aside():
+                plan.bind(buffers)  # with a compiler, compiles here, and only then knows what it may launch
+                if not plan.timeline.estimated:
+                    return
+                spare = scratch()
+                line = plan.bind(spare)
+                for _ in range(_WARM_UPS):
+                    line(())
+                plan.rehearse(spare)
+                if not plan.timeline.estimated:
+                    return
+                lanes = plan.bind_to(spare, self._lanes(plan.timeline.lanes))
+            replays: list[_GraphReplay] = []
+            try:
+                for run in (line, lanes):
+                    replays.append(self._graph(run))
+                in_line, on_lanes = self._milliseconds(replays)
+            finally:
+                for replay in replays:
+                    replay.close()
+        plan.settle(faster(plan.timeline, on_lanes, in_line))
+
+    def _milliseconds(self, replays: Sequence[_GraphReplay]) -> list[float]:
+        """Return what a replay of each takes at least, each in turn, until a fifth of a second has gone by."""
+        least = [math.inf for _ in replays]
+        with torch.cuda.stream(self._streams[1]):
+            start, count = time.perf_counter(), 1
+            for _ in range(_ROUNDS):
+                for number, replay in enumerate(replays):
+                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    begin.record()
+                    for _ in range(count):
+                        replay(())
+                    end.record()
+                    end.synchronize()
+                    least[number] = min(least[number], begin.elapsed_time(end) / count)
+                if time.perf_counter() - start > _SECONDS:
+                    break
+                count = max(count, int(_ROUND_MS / max(least)))
+        return least
 
     def _lanes(self, count: int) -> Lanes:
         while len(self._streams) < 1 + count:
@@ -265,8 +325,9 @@ def _failure(error: Exception) -> FunctionalCGError:
     )
 
 
-def scratch(slots: Sequence[Tensor], unchecked: Sequence[bool]) -> list[Tensor]:
+def scratch(buffers: Buffers, unchecked: Sequence[bool]) -> Buffers:
     """Make slots for warm-up: floating leaves that may hold any value share one buffer per dtype, others are copied."""
+    slots = buffers.slots
     shares = [slot.is_floating_point() and free for slot, free in zip(slots, unchecked, strict=True)]
     largest: dict[torch.dtype, int] = {}
     for slot, one in zip(slots, shares, strict=True):
@@ -275,10 +336,11 @@ def scratch(slots: Sequence[Tensor], unchecked: Sequence[bool]) -> list[Tensor]:
     shared = {
         dtype: torch.zeros(numel, dtype=dtype, device=slots[0].device) for dtype, numel in largest.items()
     }
-    return [
+    spare = [
         torch.as_strided(shared[slot.dtype], slot.shape, slot.stride()) if one else slot.clone()
         for slot, one in zip(slots, shares, strict=True)
     ]
+    return replace(buffers, slots=spare)
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:

@@ -7,7 +7,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -144,9 +143,7 @@ def _replaying(
 ) -> Iterator[Act]:
     """Capture a plan on buffers; yield what copies the inputs in and replays it."""
     with quiet():
-        replay = backend_for(where[0]).capture(
-            plan, buffers, lambda: replace(buffers, slots=scratch(buffers.slots, unchecked))
-        )
+        replay = backend_for(where[0]).capture(plan, buffers, partial(scratch, buffers, unchecked))
 
         def call() -> None:
             copy_in()
