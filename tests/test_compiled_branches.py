@@ -10,8 +10,7 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.options import Options
-from functional_cg.stages.branches.choice import faster
-from functional_cg.stages.branches.plan import Branched
+from functional_cg.stages.branches.plan import faster
 from functional_cg.stages.lower.compiled import lower
 from functional_cg.stages.plan import Buffers
 from functional_cg.testing import Simulator, assert_replay_equals_eager, assert_trees_all_equal
@@ -82,31 +81,27 @@ def test_compiled_networks_on_simulated_lanes(number: int) -> None:
         assert "units of work on" in step.explain(), step.explain()
 
 
+@pytest.mark.parametrize("on_lanes", [0.9, 0.98])
 @pytest.mark.parametrize("lowering", ["aten", "inductor"])
-def test_lanes_that_are_measured_to_be_slower_are_given_up(lowering: str) -> None:
-    """A plan keeps the timeline of what was faster; one line is compiled for itself, and computes the same."""
+def test_lanes_stay_if_they_are_measured_to_be_faster(lowering: str, on_lanes: float) -> None:
+    """A plan for one line is made of the same program, and computes the same."""
     state = {"a": torch.eye(8), "b": torch.ones(8, 8), "c": -torch.eye(8), "n": torch.tensor(1)}
     (x,) = inputs(torch.zeros(8, 8), 1)
+    new, metrics = networks(state, x)
     with schedules(2):
-        step = branched(networks, lowering=lowering)
-        plan = step.lower(fcg.fork(fcg.place(state)), x).plan
-        found = []
-        for on_lanes in (None, 0.9, 0.98):
-            if on_lanes is not None:
-                plan.settle(faster(plan.timeline, on_lanes, 1.0))
+        plan = branched(networks, lowering=lowering).lower(fcg.fork(fcg.place(state)), x).plan
+
+        def computed(plan: Any) -> list[Tensor]:
             buffers = Buffers([value.clone() for value in fcg.tree.leaves(state)], [x], [])
-            metrics = plan.bind(buffers)(())
-            found.append([*metrics, *buffers.slots])
-            wide = on_lanes != 0.98
-            assert plan.timeline.lanes == 3 if wide else 1
-            assert isinstance(plan, Branched)
-            assert (plan.temporaries > 0) == wide
-            said = f"measured {on_lanes:.3f} ms on 3 lanes, 1.000 ms in one line" if on_lanes else "us; "
-            assert said in plan.branches
-            assert ("units of work on" in plan.branches) == wide
-    new, values = networks(state, x)
-    for one in found:
-        assert_trees_all_equal(one, [*fcg.tree.leaves(values), *fcg.tree.leaves(new)])
+            return [*plan.bind(buffers)(()), *buffers.slots]
+
+        results = [computed(plan), computed(line := plan.in_line())]
+    expected = [*fcg.tree.leaves(metrics), *fcg.tree.leaves(new)]
+    assert_trees_all_equal(results, [expected, expected])
+    found, wide = faster(plan, on_lanes, line, 1.0), on_lanes == 0.9
+    assert found is (plan if wide else line)
+    assert f"measured {on_lanes:.3f} ms on 3 lanes, 1.000 ms in one line" in found.branches
+    assert ("units of work on" in found.branches) == (found.temporaries > 0) == wide
 
 
 def residual(state: Any, x: Tensor) -> Any:

@@ -357,7 +357,7 @@ class Transform:
         buffers = Buffers(slots, staging.slots, constants)
         spare = functools.partial(scratch, buffers, lowered.reference.unchecked.slots)
         if isinstance(self._backend, CUDABackend):
-            self._backend.choose_lanes(lowered.plan, buffers, spare)
+            lowered.plan = self._backend.choose_lanes(lowered.plan, buffers, spare)
         if self._options.certify and lowered.plan.compiled and lowered.certificate is None:
             arenas = [state.arena for state in call.states]
             lowered.certificate = certify(lowered, buffers, arenas, self._backend, self._options.certify)

@@ -116,7 +116,7 @@ class Told(CUDABackend):
     """Measures, and is told another result."""
 
     def __init__(self, in_line: float, on_lanes: float) -> None:
-        super().__init__(torch.device(DEVICE, torch.cuda.current_device()))
+        super().__init__(torch.device("cuda", torch.cuda.current_device()))
         self.told, self.measured = [in_line, on_lanes], []
 
     def _milliseconds(self, replays: Any) -> list[float]:

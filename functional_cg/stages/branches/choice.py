@@ -12,14 +12,13 @@ from .assignment import longest_way
 from .listing import Timeline, in_line, listed
 from .units import Memory, Unit
 
-__all__ = ["Branches", "allowance", "choose", "faster", "in_advance"]
+__all__ = ["Branches", "allowance", "choose", "in_advance"]
 
 Branches = Literal["auto"] | int
 
 _MOST = 8  # lanes, if nobody asks for more
 _GAIN = 1.2  # the least estimated gain that is worth it: measured gains are a fifth to a half of it
 _MORE = 1.03  # and that of further lanes
-_FASTER = 1.03  # the least measured gain that keeps lanes
 _SHARE = 0.05  # of the memory of a step, which branches may take in addition
 _ALWAYS = 2**26  # bytes that they may take in any case: one more workspace, and as much for temporaries
 _LITTLE = "since they would gain less than they cost"
@@ -78,20 +77,6 @@ def in_advance(line: Timeline, asked: Branches) -> str:
     if asked != "auto":
         return _CHAIN if longest >= sum(unit.micros for unit in line.units) else ""
     return _LITTLE if max(longest, sum(unit.busy for unit in line.units)) * _GAIN > line.micros else ""
-
-
-def faster(lanes: Timeline, milliseconds: float, line: float) -> Timeline:
-    """Return the timeline of what was measured to be faster: lanes, or the same units in one line.
-
-    Args:
-      lanes: The lanes.
-      milliseconds: What a replay on them takes.
-      line: What it takes in one line.
-    """
-    said = f"measured {milliseconds:.3f} ms on {lanes.lanes} lanes, {line:.3f} ms in one line"
-    if milliseconds * _FASTER < line:
-        return replace(lanes, estimated=False, measured=said)
-    return replace(in_line(lanes.units), why=said)
 
 
 def allowance(line: Timeline, held: int, memory: int | None) -> float:

@@ -20,10 +20,11 @@ from .rehearsal import Rehearsal
 from .source import on_lanes, pairs
 from .units import Memory, Unit, accesses, after_checks
 
-__all__ = ["Branched", "BranchedPlan", "Lanes", "Spread", "bound"]
+__all__ = ["Branched", "BranchedPlan", "Lanes", "Spread", "bound", "faster"]
 
 Spread = Callable[[Sequence[Unit], frozenset[Memory]], Timeline]
 
+_FASTER = 1.03  # the least measured gain that keeps lanes
 _FIRST = 4  # lines of the generated function before its calls
 
 
@@ -74,8 +75,12 @@ class Branched(ExecutionPlan, Protocol):
         """Bind the plan to buffers and lanes."""
         ...
 
-    def settle(self, timeline: Timeline) -> None:
-        """Run from now on as a timeline of the same units says: as before, or in one line."""
+    def in_line(self) -> ExecutionPlan:
+        """Return the plan of the same program that is made for one line."""
+        ...
+
+    def keep(self, measured: str) -> None:
+        """Stay on lanes, and say what was measured."""
         ...
 
 
@@ -115,12 +120,17 @@ class BranchedPlan(AtenPlan):
         self._bind(buffers, rehearsal, rehearsal)(())
         if rehearsal.surprise:
             why = f"the kernel of `{rehearsal.surprise}` returns other memory than its trace says"
-            self.settle(replace(in_line(self.timeline.units), why=why))
+            self.timeline = replace(in_line(self.timeline.units), why=why)
+            self._tell()
         self._rehearsed = True
 
-    def settle(self, timeline: Timeline) -> None:
-        """Run from now on as a timeline of the same units says: as before, or in one line."""
-        self.timeline = timeline
+    def in_line(self) -> ExecutionPlan:
+        """Return the plan of the same program that is made for one line."""
+        return AtenPlan(self._program, self._plan)
+
+    def keep(self, measured: str) -> None:
+        """Stay on lanes, and say what was measured."""
+        self.timeline = replace(self.timeline, estimated=False, measured=measured)
         self._tell()
 
     def _tell(self) -> None:
@@ -247,3 +257,20 @@ def bound(
         return run
     plan.rehearse(spare)
     return run if plan.timeline.lanes == 1 else plan.bind_to(buffers, lanes(plan.timeline.lanes))
+
+
+def faster(lanes: Branched, on_lanes: float, line: ExecutionPlan, in_line: float) -> ExecutionPlan:
+    """Return the plan that was measured to be faster, which says so.
+
+    Args:
+      lanes: A plan on lanes.
+      on_lanes: Milliseconds that a replay of it takes.
+      line: The plan of the same program for one line.
+      in_line: Milliseconds that a replay of that takes.
+    """
+    said = f"measured {on_lanes:.3f} ms on {lanes.timeline.lanes} lanes, {in_line:.3f} ms in one line"
+    if on_lanes * _FASTER < in_line:
+        lanes.keep(said)
+        return lanes
+    line.branches = f"branches: none, {said}"
+    return line

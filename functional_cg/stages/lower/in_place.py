@@ -23,7 +23,7 @@ from ..fx_passes.logits import has_large_logits, read_targets_first
 from ..fx_passes.products import batch_gradients
 from ..passes.fused import group_size, in_place, split_light, written_pairs
 from ..passes.rewrite import clears, range_tensor
-from ..plan import Before, Buffers, Run, evaluate, evaluate_all
+from ..plan import Before, Buffers, ExecutionPlan, Run, evaluate, evaluate_all
 from ..program import Instr, Program, Var
 from ..schedule import Schedule, schedule
 from .arguments import by_itself
@@ -137,16 +137,15 @@ class InPlacePlan:
 
         return run
 
-    def settle(self, timeline: Timeline) -> None:
-        """Run from now on as a timeline of the same units says: as before, or in one line, compiled for that."""
-        if self._launches is not None and timeline.lanes > 1:
-            self._launches.timeline = timeline
-            self._tell(timeline)
-            return
-        self._suit_one_line()
-        self._graph.recompile()
-        self._spread = self._compiled = self._launches = None
-        self._tell(timeline)
+    def in_line(self) -> ExecutionPlan:
+        """Return the plan of the same program that is compiled for one line."""
+        return InPlacePlan(self._program, self._device)
+
+    def keep(self, measured: str) -> None:
+        """Stay on lanes, and say what was measured."""
+        assert self._launches is not None
+        self._launches.timeline = replace(self._launches.timeline, estimated=False, measured=measured)
+        self._tell(self._launches.timeline)
 
     def _arguments(self, buffers: Buffers) -> tuple[list[Tensor], Sequence[Callable[[], Any]]]:
         """Return the arguments of the function, and what to call after it."""
@@ -180,29 +179,43 @@ class InPlacePlan:
     def _beside(self, spread: Spread, arguments: Sequence[Tensor], *, padded: bool) -> None:
         """Compile to launches that run side by side; compile nothing if that does not pay."""
         compiled = self._compile(arguments, beside=True)
-        found, program = opened(compiled), self._program
+        found, timeline = opened(compiled), in_line(())
         if found is None:
-            self.settle(replace(in_line(()), why="torch's compiler does not show what it wrote"))
-            return
+            timeline = replace(timeline, why="torch's compiler does not show what it wrote")
+        else:
+            try:
+                launches = self._launches_of(*found, arguments, spread, padded=padded)
+                timeline = launches.timeline
+            except UnknownStatement as error:
+                timeline = replace(timeline, why=f"`{error}` is not known to be a launch")
+        if timeline.lanes > 1:
+            self._compiled, self._launches = compiled, launches
+        else:
+            self._suit_one_line()
+            self._graph.recompile()
+        self._tell(timeline)
+
+    def _launches_of(
+        self,
+        source: str,
+        names: dict[str, Any],
+        arguments: Sequence[Tensor],
+        spread: Spread,
+        *,
+        padded: bool,
+    ) -> Launches:
+        program = self._program
         entering = [*self._entrance.slots, *program.inputs, *(c.var for c in program.constants)]
         memory = [f"argument {var.storage}" for var in entering]
-        source, names = found
-        try:
-            launches = Launches(
-                program.function,
-                Wrapper(source, names, memory),
-                names,
-                arguments,
-                count=len(self.schedule.outputs),
-                padded=memory if padded else (),
-                spread=spread,
-            )
-        except UnknownStatement as error:
-            self.settle(replace(in_line(()), why=f"`{error}` is not known to be a launch"))
-            return
-        if launches.timeline.lanes > 1:
-            self._compiled, self._launches = compiled, launches
-        self.settle(launches.timeline)
+        return Launches(
+            program.function,
+            Wrapper(source, names, memory),
+            names,
+            arguments,
+            count=len(self.schedule.outputs),
+            padded=memory if padded else (),
+            spread=spread,
+        )
 
     def _tell(self, timeline: Timeline) -> None:
         self.timeline, self.branches = timeline, str(timeline)

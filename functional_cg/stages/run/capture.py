@@ -21,8 +21,7 @@ from ...concurrency.streams import current_device
 from ...errors import CaptureError, FunctionalCGError, StreamError
 from ...errors.words import words_of
 from ...tensors.aten import copies
-from ..branches.choice import faster
-from ..branches.plan import Branched, Lanes, bound
+from ..branches.plan import Branched, Lanes, bound, faster
 from ..plan import Before, Buffers, ExecutionPlan, Run, quiet
 
 __all__ = ["Backend", "CPUBackend", "CUDABackend", "Replay", "backend_for", "scratch"]
@@ -211,38 +210,41 @@ class CUDABackend:
         _free_workspaces()
         return _GraphReplay(graph, run, static, self._device)
 
-    def choose_lanes(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Buffers]) -> None:
-        """Let a plan keep lanes that an estimate has chosen if they are measured to be faster, on scratch memory.
+    def choose_lanes(
+        self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Buffers]
+    ) -> ExecutionPlan:
+        """Return a plan, or, if an estimate has put it on lanes and is measured to be wrong, the one for one line.
 
         Args:
-          plan: The plan, which changes.
-          buffers: As for :meth:`capture`.
+          plan: The plan.
+          buffers: As for :meth:`capture`; nothing runs on the slots.
           scratch: Likewise.
         """
         if not (isinstance(plan, Branched) and plan.timeline.estimated):
-            return
+            return plan
         with torch.cuda.device(self._device), quiet():
             with self.aside():
                 plan.bind(buffers)  # with a compiler, compiles here, and only then knows what it may launch
-                if not plan.timeline.estimated:
-                    return
                 spare = scratch()
-                line = plan.bind(spare)
-                for _ in range(_WARM_UPS):
-                    line(())
-                plan.rehearse(spare)
+                if plan.timeline.estimated:
+                    plan.rehearse(spare)
                 if not plan.timeline.estimated:
-                    return
-                lanes = plan.bind_to(spare, self._lanes(plan.timeline.lanes))
+                    return plan
+                line = plan.in_line()
+                line.bind(buffers)
+                runs = [line.bind(spare), plan.bind_to(spare, self._lanes(plan.timeline.lanes))]
+                for warm in (runs[0], plan.bind(spare)):
+                    for _ in range(_WARM_UPS):
+                        warm(())
             replays: list[_GraphReplay] = []
             try:
-                for run in (line, lanes):
+                for run in runs:
                     replays.append(self._graph(run))
                 in_line, on_lanes = self._milliseconds(replays)
             finally:
                 for replay in replays:
                     replay.close()
-        plan.settle(faster(plan.timeline, on_lanes, in_line))
+        return faster(plan, on_lanes, line, in_line)
 
     def _milliseconds(self, replays: Sequence[_GraphReplay]) -> list[float]:
         """Return what a replay of each takes at least, each in turn, until a fifth of a second has gone by."""
