@@ -30,7 +30,8 @@ from ..shards.mesh import Mesh
 from ..shards.peers import on_any
 from ..stages.lower.regions import RegionsPlan
 from ..stages.plan import Buffers
-from ..stages.run.capture import Backend, CUDABackend, scratch
+from ..stages.run.capture import Backend, CUDABackend
+from ..stages.run.memory import scratch
 from ..stages.trial.judge import Difference, load_kernels, miscompiled
 from ..stages.trial.trial import Certificate, Trial, TrialOfFunctions
 from ..state.arena import Arena

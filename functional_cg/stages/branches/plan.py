@@ -126,7 +126,7 @@ class BranchedPlan(AtenPlan):
 
     def in_line(self) -> ExecutionPlan:
         """Return the plan of the same program that is made for one line."""
-        return AtenPlan(self._program, self._plan)
+        return AtenPlan(self.program, self._plan)
 
     def keep(self, measured: str) -> None:
         """Stay on lanes, and say what was measured."""
@@ -150,14 +150,14 @@ class BranchedPlan(AtenPlan):
             "units": self.timeline.units,
             "places": self.timeline.places,
         }
-        names["note"] = partial(note, self._program.function, sites, lambda: None)
+        names["note"] = partial(note, self.program.function, sites, lambda: None)
         source = self._on_lanes(sites, rehearsed=rehearsal is not None)
-        exec(compile(source, f"<branches of {self._program.function}>", "exec"), names)
+        exec(compile(source, f"<branches of {self.program.function}>", "exec"), names)
         return names.pop("run")  # type: ignore[no-any-return]
 
     def _units(self) -> Iterator[Unit]:
         """Yield the units in the order of the line."""
-        plan, program = self._plan, self._program
+        plan, program = self._plan, self.program
         for i in sorted(plan.written_constants):
             var = program.constants[i].var
             unit = self._copy(f"clone of {var!r}", self._constant_line(i), (), var.storage, var)

@@ -17,7 +17,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ...errors import CaptureError
 from ...stages.lower.in_place import InPlacePlan
 from ...stages.plan import AtenPlan, Buffers, ExecutionPlan, quiet
-from ...stages.run.capture import backend_for, scratch
+from ...stages.run.capture import backend_for
+from ...stages.run.memory import scratch
 from .kernels import Launches, Line
 
 __all__ = ["device_seconds", "times_of", "times_of_lines"]
