@@ -253,7 +253,9 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
       branches: The most lanes, from 1 to 32, on which calls that do not need each other run side by side on a GPU, in
         one graph. The calls are those of ``"aten"``, with the bits of one lane; or what a compiled step launches, if
         its values are of at most 16 MiB: for lanes it is compiled otherwise, and differs from one line by rounding.
-        ``"auto"`` is up to 8, where an estimate says that they gain a fifth, within ``branch_memory``; otherwise 1.
+        ``"auto"`` is up to 8, where an estimate says that they gain a fifth, within ``branch_memory``, and where they
+        are then measured to be faster, before the first call changes anything; otherwise 1. A step that is measured is
+        compiled twice. With deterministic algorithms, a compiled step runs in one line.
         With collectives, the order of all calls is chosen so that others, weight gradients above all, run beside
         them: in one line, or on a number of lanes, of which one is theirs. A step with ops of other libraries runs in
         one line. ``explain()`` says what runs side by side, or why nothing does.
