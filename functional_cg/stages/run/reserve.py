@@ -27,6 +27,7 @@ _SMALL, _MIDDLE = _MIB, 10 * _MIB  # up to which values lie in segments of 2 MiB
 _LEAST = 32 * _MIB  # of temporaries that are worth it
 _SHARES = (1.0, 1.02, 1.04, 0.97, 1.01, 0.99, 1.03, 0.95)  # of the bytes that live at most, which are tried
 _WORKSPACE = -1  # cuBLAS's, in place of a storage: it is never freed
+_TRIED = 20_000  # events at most, or one share: a tenth of a second
 _ENOUGH = 1.03  # of them: what is taken then is not tried further
 
 
@@ -48,7 +49,7 @@ def at_once(plan: ExecutionPlan) -> int:
     if peak < _LEAST:
         return 0
     best = (taken(found), 0)
-    for share in _SHARES:
+    for share in _SHARES[: max(_TRIED // len(found), 1)]:
         size = int(peak * share)
         best = min(best, (taken(found, size), size))
         if best[0] <= peak * _ENOUGH:
