@@ -27,7 +27,7 @@ from ..passes.out_of_place import write_out_of_place
 from ..passes.recompute import keep_as_buffers, recompute
 from ..passes.summed_products import join_summed_products
 from ..plan import AtenPlan, Buffers, ExecutionPlan, Run, lower_aten
-from ..program import Instr, Program, Var, highest, map_vars
+from ..program import Instr, Program, Var, highest, map_arguments
 from ..schedule import Schedule, schedule
 from ..template import calls_of
 from ..trial.reference import Reference
@@ -270,8 +270,8 @@ def _around(
         return names.get(var, var)
 
     def renamed(instr: Instr) -> Instr:
-        kwargs = {name: map_vars(new, value) for name, value in instr.kwargs.items()}
-        return replace(instr, args=map_vars(new, instr.args), kwargs=kwargs)
+        args, kwargs = map_arguments(new, instr)
+        return replace(instr, args=args, kwargs=kwargs)
 
     fused = list(map(renamed, plan.fused))
     call = Instr(head, tuple(arguments), {}, [*metrics, *names.values()], (), None)
