@@ -228,6 +228,20 @@ def test_h67_warm_up_sees_the_real_batch_and_real_indices(place: Place) -> None:
     place.wait()
 
 
+@everywhere
+def test_h198_each_run_of_a_warm_up_begins_where_the_state_is(place: Place) -> None:
+    """At the last entry of a table; a comparison with the calls, which looks one step further, is left out."""
+    rates = torch.arange(1.0, 4.0, device=place.device)
+
+    def step_fn(state: Any, rates: Tensor) -> Any:
+        return {"at": state["at"] + 1}, {"rate": rates[state["at"]]}
+
+    step = place.step(step_fn, certify=False)
+    state, metrics = step({"at": torch.tensor(2, device=place.device)}, rates)
+    place.wait()
+    assert (int(state["at"]), float(metrics["rate"])) == (3, 3.0)
+
+
 COLD = """
 import torch
 import torch.nn.functional as F
