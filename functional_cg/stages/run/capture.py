@@ -204,9 +204,8 @@ class CUDABackend:
                 ),
             ):
                 if reserved:
-                    with contextlib.suppress(
-                        torch.OutOfMemoryError
-                    ):  # there may be room for smaller segments
+                    # Where there is no room for one segment, there may be for smaller ones.
+                    with contextlib.suppress(torch.OutOfMemoryError):
                         torch.empty(reserved, dtype=torch.uint8, device=self._device)
                 static = run(())
         except BaseException as error:
