@@ -239,4 +239,11 @@ BRANCHES = (
         (f"{WARM_UP}test_h198_each_run_of_a_warm_up_begins_where_the_state_is[simulator]",),
         no_gpu="a fault there would end the process of the tests",
     ),
+    Mutant(
+        "N177",
+        "a certificate reads behind the end of a table",
+        (("            space.reset(self._indices)\n", "            pass\n"),),
+        (f"{WARM_UP}test_h198_so_does_each_step_of_a_certificate[cpu]",),
+        no_gpu="a fault there would end the process of the tests",
+    ),
 )
