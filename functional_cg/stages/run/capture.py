@@ -235,10 +235,11 @@ class CUDABackend:
         with torch.cuda.device(self._device), quiet():
             with self.aside():
                 plan.bind(buffers)  # with a compiler, compiles here, and only then knows what it may launch
-                spare = scratch()
-                if plan.timeline.estimated:
-                    plan.rehearse(spare)
                 if not plan.timeline.estimated:
+                    return plan
+                spare = scratch()
+                plan.rehearse(spare)
+                if not plan.timeline.estimated:  # memory is elsewhere than it says
                     return plan
                 line = plan.in_line()
                 line.bind(buffers)
