@@ -134,7 +134,7 @@ class Pipeline(metaclass=Documented):
         together(self.links.mesh, "pipe.zero", "\n".join(["place parameters in stages", *map(str, readers)]))
         shared = sorted({ranks for ranks in readers if len(ranks) > 1})
         reading = Reading(32 * 2**20, 1, param_dtype, reduce_dtype, "whole" if stage == 1 else "shard")
-        return Staged(self.mesh, stage, reading, holders_of(self.mesh, readers, self.links.made(shared)))
+        return Staged(self.mesh, stage, reading, holders_of(self.mesh, readers, self.links.for_sets(shared)))
 
     def _table(self, found: Rehearsal) -> Table:
         return table_of(self.schedule, self.stages.size, self.microbatches, len(found.stages))
