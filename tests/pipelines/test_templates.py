@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 import functional_cg as fcg
+from functional_cg import optim, sharding
 from functional_cg.ambient.rehearsal import repeated, tensor_of
+from functional_cg.bench.ranks.jobs import Job, Shape
 from functional_cg.shards.mesh import Axis, Mesh
 from functional_cg.stages.blocks import Blocks
-from functional_cg.stages.plan import AtenPlan, Buffers
+from functional_cg.stages.plan import AtenPlan, Buffers, lower_aten
 from functional_cg.stages.program import Instr, Program, Var
+from functional_cg.stages.run.reserve import events
 from functional_cg.stages.schedule import Schedule, schedule
 from functional_cg.stages.template import Template, unrolled
 from functional_cg.stages.trace.footprint import inspection_of
@@ -108,6 +111,27 @@ def test_a_rewritten_program_makes_the_calls_of_one_that_is_recorded(
     memory = [lowered(run).memory_analysis()["peak"]]
     monkeypatch.undo()
     assert memory == [lowered(run).memory_analysis()["peak"]]
+
+
+@pytest.mark.parametrize("schedule", share([*CUTS], 3))
+def test_what_a_plan_allocates_is_what_its_calls_do(schedule: str) -> None:
+    """Of large values: those that a template keeps for itself, is given and hands on."""
+    stages = len(CUTS[schedule]) + 1
+    shape = Shape(llama=True, layers=4, width=256, wide=512, heads=4, groups=2, time=2048, vocab=512)
+    job = Job(shape, stages, 1, rows=1, microbatches=4, schedule=schedule, per_rank=1)
+    pipe = sharding.pipeline(sharding.mesh(ONE), schedule=schedule, microbatches=4)
+    state = fcg.TrainState.create(params=job.params(), optimizer=optim.adamw(0.1, weight_decay=0.1))
+
+    def train_step(state: Any, batch: Any) -> Any:
+        loss, grads = pipe.value_and_grad(job.loss_fn(pipe.cut))(state.params, batch)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    batch = job.batch(torch.device("cpu"), 0, 1)
+    plan: Any = fcg.graph_step(train_step, lowering="aten").lower(state, batch).plan
+    assert templates_of(plan.program)
+    found = events(plan)
+    assert found == events(lower_aten(unrolled(plan.program)))
+    assert len(found) > 500
 
 
 def block_of(act: Callable[[list[Tensor]], list[Tensor]], *given: Tensor) -> Instr:
