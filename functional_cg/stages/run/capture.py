@@ -24,6 +24,7 @@ from ..branches.plan import Branched, Lanes, bound, faster
 from ..plan import Before, Buffers, ExecutionPlan, Run, quiet
 from .memory import Spare
 from .reserve import at_once
+from .warm_up import once
 
 __all__ = ["Backend", "CPUBackend", "CUDABackend", "Replay", "backend_for"]
 
@@ -173,8 +174,7 @@ class CUDABackend:
             with self.aside():
                 # With a compiler, compiles here: for slots that do not overlap.
                 run, spare = plan.bind(buffers), scratch()
-                warm = plan.bind(spare)
-                # Once: what a first use makes is there then, as handles, kernels, what is tuned, links between ranks.
+                warm = once(plan.bind(spare))
                 warm(())
                 spare.reset()
                 run = bound(plan, run, buffers, spare, self._lanes)
