@@ -63,6 +63,14 @@ def test_segments_are_those_of_best_fits_among_gaps(found: list[tuple[int, int]]
     assert taken(found, first) == by_bytes(found, first) >= highest(found)
 
 
+@given(allocations(), st.sampled_from([0, 30 * MIB, 100 * MIB]), st.sampled_from([0, 50 * MIB, 200 * MIB]))
+def test_what_reaches_a_limit_is_not_followed_further(
+    found: list[tuple[int, int]], first: int, limit: int
+) -> None:
+    whole, cut = taken(found, first), taken(found, first, limit)
+    assert cut == whole if whole < limit else limit <= cut <= whole
+
+
 def growing(state: Any, x: Tensor) -> Any:
     """A gradient through values of several sizes, which the backward frees in turn."""
 

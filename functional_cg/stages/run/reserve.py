@@ -7,6 +7,7 @@ Of one large segment the allocator cuts blocks, and joins those that are free ag
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,10 +29,28 @@ _Touched = tuple[int, int, int, int]  # a storage, the first and the last call t
 _MIB = 2**20
 _SMALL, _MIDDLE = _MIB, 10 * _MIB  # up to which values lie in segments of 2 MiB, and in those of 20 MiB
 _LEAST = 32 * _MIB  # of temporaries that are worth it
-_SHARES = (1.0, 1.02, 1.04, 0.97, 1.01, 0.99, 1.03, 0.95)  # of the bytes that live at most, which are tried
+# Of the bytes that live at most, which are tried; best first for pipelines of Llama's blocks.
+_SHARES = (
+    1.0,
+    1.006,
+    0.976,
+    1.02,
+    0.956,
+    1.04,
+    0.922,
+    1.032,
+    0.988,
+    1.01,
+    0.97,
+    1.018,
+    0.9,
+    1.05,
+    0.864,
+    0.944,
+)
 _WORKSPACE = -1  # cuBLAS's, in place of a storage: it is never freed
-_TRIED = 20_000  # events at most, or one share: a tenth of a second
-_ENOUGH = 1.03  # of them: what is taken then is not tried further
+_TRIED = 70_000  # events at most, or one share: some 20 ms
+_ENOUGH = 1.01  # of them: what is taken then is not tried further
 
 
 @dataclass(eq=False, slots=True)
@@ -52,13 +71,14 @@ def at_once(plan: ExecutionPlan) -> int:
     peak = highest(found)
     if peak < _LEAST:
         return 0
-    best = (taken(found), 0)
+    least, best = taken(found), 0
     for share in _SHARES[: max(_TRIED // len(found), 1)]:
         size = int(peak * share)
-        best = min(best, (taken(found, size), size))
-        if best[0] <= peak * _ENOUGH:
+        if (total := taken(found, size, least)) < least:
+            least, best = total, size
+        if least <= peak * _ENOUGH:
             break
-    return best[1]
+    return best
 
 
 def events(plan: AtenPlan) -> list[Event]:
@@ -133,12 +153,13 @@ def highest(found: Iterable[Event]) -> int:
     return most
 
 
-def taken(found: Sequence[Event], first: int = 0) -> int:
+def taken(found: Sequence[Event], first: int = 0, limit: float = math.inf) -> int:
     """Return the bytes that torch's allocator takes from the device: segments, of which it cuts the best fit.
 
     Args:
       found: What is allocated and freed.
       first: Bytes of a segment that is there before.
+      limit: From which on it does not matter how many more: some number that is not below it is returned.
     """
     total, blocks = 0, dict[int, _Block]()
     free: list[tuple[int, int, _Block]] = []
@@ -178,6 +199,8 @@ def taken(found: Sequence[Event], first: int = 0) -> int:
         at = bisect_left(free, (size,))
         if at == len(free):
             segment(20 * _MIB if size < _MIDDLE else _whole(size, 2 * _MIB))
+            if total >= limit:
+                return total
             at = bisect_left(free, (size,))
         _, _, block = free.pop(at)
         if block.size - size > _SMALL:
