@@ -97,7 +97,8 @@ def as_it_runs(lowered: Any) -> list[int]:
 
     constants = [constant.value for constant in program.constants]
     run = lowered.plan.bind(Buffers(zeros(program.slots), zeros(program.inputs), constants))
-    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+    with torch.no_grad(), recording as seen:
         run(())
     found: Any = [one for one in seen.profiler.kineto_results.events() if one.name() == "[memory]"]  # type: ignore[union-attr]
     return [one.nbytes() for one in sorted(found, key=lambda one: one.start_ns()) if abs(one.nbytes()) > MIB]
