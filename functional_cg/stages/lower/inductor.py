@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from ...concurrency.garbage import no_garbage_collection
 from ..fx_passes.lowerings import compiler_pass
+from .core_graph import core_graph
 from .graph import sources
 
 __all__ = ["compile_graph", "opened", "start_workers"]
@@ -101,12 +102,55 @@ def compile_graph(
         options["deterministic"] = True  # never choose a variant of a reduction by timing it
     # The compiler makes a million objects, none of them garbage: to look for it took a tenth of a compilation.
     with no_garbage_collection():
-        return standalone_compile(
-            graph,
-            list[Any](arguments),
-            dynamic_shapes="from_example_inputs",
-            options={"config_patches": options},
+        import os
+        if os.environ.get("OLDWAY"):
+            return standalone_compile(
+                graph,
+                list[Any](arguments),
+                dynamic_shapes="from_example_inputs",
+                options={"config_patches": options},
+            )
+        return _compiled(graph, arguments, options)
+
+
+def _compiled(graph: fx.GraphModule, arguments: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
+    """Call the part of torch's compiler that comes after its tracer."""
+    from torch._guards import detect_fake_mode
+    from torch._inductor import compile_fx, config
+    from torch._inductor.debug import reset_provenance_globals
+    from torch._inductor.virtualized import V
+    from torch._subclasses import FakeTensorMode
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = detect_fake_mode(list(arguments)) or FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    fakes = [mode.from_tensor(one, static_shapes=True) for one in arguments]
+    with (
+        config.patch(dict(options)),
+        torch._guards.tracing(torch._guards.TracingContext(mode)),
+        V.set_fake_mode(mode),
+        reset_provenance_globals(),
+        _use_lazy_graph_module(True),
+    ):
+        module = core_graph(graph, fakes, mode)
+        fakes = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+        create = compile_fx.create_compiler_config_extra
+        (parameter,) = inspect.signature(create).parameters
+        extra = create({"config": config, "gm": module}[parameter])
+        count = len(module.graph.output_node().args[0])
+        compiled = compile_fx.compile_fx_forward(
+            module,
+            fakes,
+            num_orig_model_outputs=count,
+            num_example_inputs=len(fakes),
+            compiler_config_extra=extra,
+            is_inference=True,
         )
+
+    def run(*given: Tensor) -> Any:
+        return compiled(list(given))
+
+    return run
 
 
 def opened(compiled: Callable[..., Any]) -> tuple[str, dict[str, Any]] | None:
