@@ -1,54 +1,61 @@
 """Turn a graph into one of core calls, which writes nothing but its arguments, and these at its end.
 
-Torch does this to any graph that it compiles, by running it twice on fake tensors. A step has thousands of calls but
-few distinct ones: here each distinct call is traced once, and what it became is put in for every equal call.
+Torch does so to any graph that it compiles, by running it twice on fake tensors. A step has thousands of calls, but few
+distinct ones: here each distinct call is traced once, and what it becomes is put in for every equal call.
 
-A write becomes a new value of the memory; whoever reads another view of that memory later views the new value.
+A write makes a new value of the memory; what reads another view of that memory later views the new value.
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.traceback import NodeSource, NodeSourceAction
 from torch.utils import _pytree as pytree
 
+from ...tensors.overlap import storage_key
+from ..layouts import laid_out
 from .expansion import Expander, Expansion, Same
 
 __all__ = ["core_graph"]
 
-_NUMBERED = re.compile(r"_\d+$")
-# Two equal ones of these types, with equal names, are one to any call.
-_PLAIN = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-_COPY_BACK = torch.ops.aten.copy_.default
+_NUMBER = re.compile(r"_\d+$")
+_COPY = torch.ops.aten.copy_.default
+# Values of these types are equal to any call if their types and texts are.
+_PLAIN = (
+    *(bool, int, float, complex, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+)
 
 
 @dataclass(slots=True, eq=False)
 class _Memory:
-    """Memory that a call made, or an argument's: how often it has been written, and who it belongs to.
+    """Memory of an argument, or that a call made.
 
     Attributes:
-      owners: How many values are said to be all of it; more than one cannot be told apart, and must not be written.
+      results: How many results of that call lie in it; which bytes of it are whose is not known if several do.
       writes: How often it has been written.
     """
 
-    owners: int = 1
+    results: int = 1
     writes: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call of the graph, with a place for each tensor among its arguments.
+    """A call of the graph.
 
     Attributes:
       source: Its node.
       apply: The call as a function of its tensors.
-      key: What says which calls are equal, but for the tensors; None if it is unknown.
+      key: What it is but for its tensors: equal calls have equal keys; None if it cannot be told.
     """
 
     source: fx.Node
@@ -57,248 +64,267 @@ class _Call:
 
 
 @dataclass(slots=True, eq=False)
+class _View:
+    """How a value is made of another, whose memory it lies in.
+
+    Attributes:
+      base: The other value.
+      call: The call that returns the view.
+      given: Nodes of the call's tensors.
+      number: Which of these is the base.
+      place: The view's place among the results of the call.
+    """
+
+    base: _Value
+    call: _Call
+    given: Sequence[fx.Node]
+    number: int
+    place: int
+
+
+@dataclass(slots=True, eq=False)
 class _Value:
     """A tensor of the graph.
 
     Attributes:
-      node: The node of its value as of some number of writes.
+      node: The node that computes it, as of some number of writes.
       memory: The memory that it lies in.
-      writes: That number.
-      base: What it is a view of; None for all of a memory.
-      call: The call that views.
-      given: The nodes of the call's tensors; that of the base is out of date after a write.
-      number: Which of these is the base.
-      place: Which of the call's results it is.
+      view: How it is made of another value; None if it is all of its memory.
+      stride: Its strides.
+      writes: The number of writes to its memory that its node knows of.
     """
 
     node: fx.Node
     memory: _Memory
+    view: _View | None = None
+    stride: tuple[int, ...] = ()
     writes: int = 0
-    base: _Value | None = None
-    call: _Call | None = None
-    given: Sequence[fx.Node] = ()
-    number: int = 0
-    place: int = 0
+
+    def __post_init__(self) -> None:
+        self.stride, self.writes = self.node.meta["val"].stride(), self.memory.writes
 
 
 def core_graph(module: fx.GraphModule, arguments: Sequence[Tensor], mode: Any) -> fx.GraphModule:
-    """Return the graph's core calls.
+    """Return the core calls of a graph; ``meta["val"]`` of each node is what it computes, as fake tensors.
 
     Args:
-      module: The graph; it is not changed.
-      arguments: Fake tensors as its arguments.
-      mode: Their mode.
+      module: The graph; it stays as it is.
+      arguments: Fake tensors like its arguments, no two of them in the same memory.
+      mode: The mode of the fake tensors.
     """
-    return _Builder(Expander(mode), mode).build(module, arguments)
+    return _Builder(Expander(mode), mode).build(module.graph, arguments)
 
 
 @dataclass(slots=True)
 class _Builder:
+    """Builds a graph of core calls.
+
+    Attributes:
+      expander: What traces calls.
+      mode: The mode of its fake tensors.
+      graph: The graph.
+      root: Whose attributes the graph's constants are.
+      known: Expansions of the distinct calls so far.
+      memories: What the calls have made so far, by the storages of their fake tensors.
+    """
+
     expander: Expander
     mode: Any
     graph: fx.Graph = field(default_factory=fx.Graph)
     root: torch.nn.Module = field(default_factory=torch.nn.Module)
     known: dict[Hashable, Expansion] = field(default_factory=dict)
-    storages: dict[int, _Memory] = field(default_factory=dict)
+    memories: dict[int, _Memory] = field(default_factory=dict)
 
-    def build(self, module: fx.GraphModule, arguments: Sequence[Tensor]) -> fx.GraphModule:
+    def build(self, source: fx.Graph, arguments: Sequence[Tensor]) -> fx.GraphModule:
         values: dict[fx.Node, Any] = {}
         entering: list[tuple[fx.Node, _Value]] = []
         given = iter(arguments)
-        for node in module.graph.nodes:
+        for node in source.nodes:
             if node.op == "placeholder":
-                made = self.graph.placeholder(f"arg{len(entering)}_1")
-                made.meta["val"] = next(given)
-                values[node] = _Value(made, _Memory())
-                entering.append((made, values[node]))
+                argument = self.graph.placeholder(f"arg{len(entering)}_1")
+                argument.meta["val"] = next(given)
+                values[node] = _Value(argument, _Memory())
+                entering.append((argument, values[node]))
             elif node.op == "output":
                 (results,) = pytree.tree_map_only(fx.Node, values.__getitem__, node.args)
-                results = pytree.tree_map_only(_Value, self.current, results)
-                self._copy_back(entering)
+                results = pytree.tree_map_only(_Value, self._current, results)
+                for argument, value in entering:
+                    if value.memory.writes:
+                        new = self._current(value)
+                        self._add(_COPY, (argument, new), {}, "copy_", new.meta).meta["val"] = argument.meta["val"]
                 self.graph.output(tuple(results))
             elif node.target is operator.getitem:
-                whole, at = node.args
-                values[node] = values[whole][at]
+                whole, place = node.args
+                values[node] = values[whole][place]
             else:
                 values[node] = self._call(node, values)
         self.graph.eliminate_dead_code()
         return fx.GraphModule(self.root, self.graph)
 
-    def _copy_back(self, entering: Sequence[tuple[fx.Node, _Value]]) -> None:
-        for argument, value in entering:
-            if value.memory.writes:
-                new = self.current(value)
-                written = self.graph.create_node(
-                    "call_function", _COPY_BACK, (argument, new), {}, "copy_"
-                )
-                written.meta.update(new.meta, val=argument.meta["val"])
-
     def _call(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+        """Add a call; return its results."""
         arguments = pytree.tree_map_only(fx.Node, values.__getitem__, (node.args, node.kwargs))
-        flat, spec = pytree.tree_flatten(arguments)
+        flat, nesting = pytree.tree_flatten(arguments)
         tensors = list(dict.fromkeys(one for one in flat if isinstance(one, _Value)))
-        places = {one: place for place, one in enumerate(tensors)}
-        fixed = [places.get(one, -1) if isinstance(one, _Value) else -1 for one in flat]
-        target: Any = node.target
-
-        def apply(*given: Tensor) -> Any:
-            filled = [one if at < 0 else given[at] for one, at in zip(flat, fixed, strict=True)]
-            args, kwargs = pytree.tree_unflatten(filled, spec)
-            return target(*args, **kwargs)
-
-        constants = [_constant(one) for one in flat if not isinstance(one, _Value)]
-        key = None if None in constants else (target, tuple(fixed), tuple(constants), spec)
-        call = _Call(node, apply, key)
-        given = [self.current(one) for one in tensors]
-        expansion = self._expansion("call", call, given)
+        numbers = [tensors.index(one) if isinstance(one, _Value) else -1 for one in flat]
+        constants = [None if isinstance(one, _Value) else one for one in flat]
+        key = None
+        if all(isinstance(one, _PLAIN) for one in constants):
+            key = (node.target, nesting, *numbers, *((type(one), str(one)) for one in constants))
+        call = _Call(node, partial(_apply, node.target, constants, numbers, nesting), key)
+        given = list(map(self._current, tensors))
+        expansion = self._expansion(call, given, "call")
         nodes = self._put_in(expansion, node, given)
         for number, new in expansion.written.items():
-            self._write(tensors[number], nodes[new])
-
-        def result(place: int, one: Any) -> Any:
-            if isinstance(one, Same):
-                return tensors[one.number]
-            if not isinstance(one, fx.Node):
-                return one
-            made = nodes[one]
-            return self._value(made, place, call, tensors, given)
-
+            self._write(tensors[number], nodes[new], node)
         leaves, nesting = pytree.tree_flatten(expansion.results)
-        return pytree.tree_unflatten([result(place, one) for place, one in enumerate(leaves)], nesting)
+        for place, one in enumerate(leaves):
+            if isinstance(one, Same):
+                leaves[place] = tensors[one.number]
+            elif isinstance(one, fx.Node):
+                leaves[place] = self._value(nodes[one], place, call, tensors, given)
+        return pytree.tree_unflatten(leaves, nesting)
 
     def _value(
         self, node: fx.Node, place: int, call: _Call, tensors: Sequence[_Value], given: Sequence[fx.Node]
     ) -> _Value:
-        """Return a result of a call as a value: a view of one of the call's tensors, or new memory."""
-        storage = _storage(node.meta["val"])
-        for number, one in enumerate(given):
-            if _storage(one.meta["val"]) == storage:
-                base = tensors[number]
-                return _Value(node, base.memory, base.memory.writes, base, call, given, number, place)
-        if (memory := self.storages.get(storage)) is not None:
-            memory.owners += 1
-        else:
-            memory = self.storages[storage] = _Memory()
+        """Return a result of a call: a view of one of its tensors, or new memory."""
+        storage = storage_key(node.meta["val"])
+        for number, (base, one) in enumerate(zip(tensors, given, strict=True)):
+            if storage_key(one.meta["val"]) == storage:
+                return _Value(node, base.memory, _View(base, call, given, number, place))
+        if (memory := self.memories.get(storage)) is not None:
+            memory.results += 1
+            return _Value(node, memory)
+        self.memories[storage] = memory = _Memory()
         return _Value(node, memory)
 
-    def current(self, value: _Value) -> fx.Node:
-        """Return the node of a value, after all writes so far."""
-        if value.writes != value.memory.writes:
-            assert value.base is not None and value.call is not None
-            given = list(value.given)
-            given[value.number] = self.current(value.base)
-            expansion = self._expansion("call", value.call, given)
-            nodes = self._put_in(expansion, value.call.source, given)
-            value.node = nodes[pytree.tree_leaves(expansion.results)[value.place]]
+    def _current(self, value: _Value) -> fx.Node:
+        """Return the node of a value after all writes so far."""
+        view = value.view
+        if view is not None and value.writes != value.memory.writes:
+            given = self._given(view)
+            expansion = self._expansion(view.call, given, "call")
+            nodes = self._put_in(expansion, view.call.source, given)
+            value.node = nodes[pytree.tree_leaves(expansion.results)[view.place]]
             value.writes = value.memory.writes
         return value.node
 
-    def _write(self, value: _Value, new: fx.Node) -> None:
-        if value.base is None:
-            if value.memory.owners > 1:
-                raise NotImplementedError("a call writes memory that two results of another call share")
-            value.node = self._laid_out(new, value.node)
+    def _given(self, view: _View) -> list[fx.Node]:
+        """Return the tensors of a call that views, after all writes to its base, and in the strides that it knows."""
+        base = view.base
+        node, given = self._current(base), list(view.given)
+        if node.meta["val"].stride() != base.stride:
+            call = _Call(view.call.source, partial(_lay_out, base.stride), (laid_out, base.stride))
+            expansion = self._expansion(call, [node], "call")
+            made = self._put_in(expansion, call.source, [node])
+            base.node = node = made.get(expansion.results, node)
+        given[view.number] = node
+        return given
+
+    def _write(self, value: _Value, new: fx.Node, source: fx.Node) -> None:
+        """Give a value, and the memory that it lies in, a new value."""
+        view = value.view
+        if view is None:
+            if value.memory.results > 1:
+                raise NotImplementedError(f"{source.target} writes memory that another result lies in")
+            value.node = new
             value.memory.writes += 1
             value.writes = value.memory.writes
             return
-        assert value.call is not None
-        given = list(value.given)
-        given[value.number] = self.current(value.base)
-        given.append(new)
-        expansion = self._expansion(f"write {value.place} {value.number}", value.call, given, value)
-        nodes = self._put_in(expansion, value.call.source, given)
-        self._write(value.base, nodes[expansion.written[value.number]])
-
-    def _laid_out(self, new: fx.Node, old: fx.Node) -> fx.Node:
-        """Return a new value of a memory in its strides, which views of it count on."""
-        return new
+        given = [*self._given(view), new]
+        expansion = self._expansion(view.call, given, "write", view)
+        nodes = self._put_in(expansion, view.call.source, given)
+        self._write(view.base, nodes[expansion.written[view.number]], source)
 
     def _expansion(
-        self, what: str, call: _Call, given: Sequence[fx.Node], written: _Value | None = None
+        self, call: _Call, given: Sequence[fx.Node], what: str, view: _View | None = None
     ) -> Expansion:
-        tensors = [one.meta["val"] for one in given]
-        key = None if call.key is None else (what, call.key, *map(_like, tensors))
-        found = self.known.get(key) if key is not None else None
+        """Return what a call, or a write into its view, becomes for these tensors."""
+        tensors = [node.meta["val"] for node in given]
+        at = () if view is None else (view.place, view.number)
+        key = (what, *at, call.key, *map(_like, tensors))
+        found = None if call.key is None else self.known.get(key)
         if found is None:
-            copies = [self._copy(one) for one in tensors]
-            if written is None:
+            copies = [self._copy(one, {}) for one in tensors]
+            if view is None:
                 found = self.expander.call(call.source, call.apply, copies)
             else:
-                found = self.expander.scatter(call.source, call.apply, written.place, written.number, copies)
-            if key is not None:
-                self.known[key] = found
+                found = self.expander.write(call.source, call.apply, *at, copies)
+            self.known[key if call.key is not None else call] = found
         return found
 
     def _put_in(
         self, expansion: Expansion, source: fx.Node, given: Sequence[fx.Node]
     ) -> dict[fx.Node, fx.Node]:
+        """Add the calls of an expansion; return the nodes that stand for its own."""
         nodes: dict[fx.Node, fx.Node] = {}
         storages: dict[int, torch.UntypedStorage] = {}
-        places = iter(given)
-        origin: Any = None
-
-        def tensor(value: Any) -> Any:
-            return self._again(value, storages) if isinstance(value, Tensor) else value
-
-        for one in expansion.graph.nodes:
+        tensors = iter(given)
+        origin = [NodeSource(source, __name__, NodeSourceAction.CREATE)]
+        for one in expansion.module.graph.nodes:
             if one.op == "placeholder":
-                nodes[one] = made = next(places)
-                storages[_storage(one.meta["val"])] = made.meta["val"].untyped_storage()
-            elif one.op == "call_function":
-                arguments = fx.node.map_arg(one.args, nodes.__getitem__)
-                keywords = fx.node.map_arg(one.kwargs, nodes.__getitem__)
-                made = self.graph.create_node(
-                    "call_function", one.target, arguments, keywords, _NUMBERED.sub("", one.name)
-                )
-                made.meta.update(one.meta)
-                if "from_node" in one.meta:
-                    origin = origin or [fx.traceback.NodeSource(source, "core_graph", fx.traceback.NodeSourceAction.CREATE)]
-                    made.meta["from_node"] = origin
-                value = one.meta.get("val")
-                if one.target is operator.getitem:
-                    made.meta["val"] = made.args[0].meta["val"][made.args[1]]
-                else:
-                    made.meta["val"] = pytree.tree_map(tensor, value)
-                nodes[one] = made
+                nodes[one] = node = next(tensors)
+                storages[storage_key(one.meta["val"])] = node.meta["val"].untyped_storage()
             elif one.op == "get_attr":
-                name = f"_constant{len(list(self.root.buffers()))}"
-                self.root.register_buffer(name, getattr(expansion.module, one.target))
-                nodes[one] = made = self.graph.get_attr(name)
-                made.meta.update(one.meta)
+                nodes[one] = self._constant(one, getattr(expansion.module, one.target))
+            elif one.op == "call_function":
+                args = fx.node.map_arg(one.args, nodes.__getitem__)
+                kwargs = fx.node.map_arg(one.kwargs, nodes.__getitem__)
+                nodes[one] = node = self._add(one.target, args, kwargs, _NUMBER.sub("", one.name), one.meta)
+                node.meta["from_node"] = origin
+                if one.target is operator.getitem:
+                    node.meta["val"] = args[0].meta["val"][args[1]]
+                else:
+                    node.meta["val"] = pytree.tree_map_only(
+                        Tensor, partial(self._copy, storages=storages), one.meta.get("val")
+                    )
         return nodes
 
-    def _again(self, value: Any, storages: dict[int, torch.UntypedStorage]) -> Tensor:
-        """Return a tensor like one of an expansion, in memory that corresponds."""
+    def _add(self, target: Any, args: Any, kwargs: Any, name: str, meta: dict[str, Any]) -> fx.Node:
+        node = self.graph.create_node("call_function", target, args, kwargs, name)
+        node.meta.update(meta)
+        return node
+
+    def _constant(self, node: fx.Node, value: Any) -> fx.Node:
+        name = next((known for known, one in self.root.named_buffers() if one is value), None)
+        if name is None:
+            name = f"_constant{len(list(self.root.buffers()))}"
+            self.root.register_buffer(name, value)
+        made = self.graph.get_attr(name)
+        made.meta.update(node.meta)
+        return made
+
+    def _copy(self, value: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+        """Return a fake tensor like another one, in the storage that is there for the other's, or in a new one."""
         from torch._subclasses.fake_tensor import FakeTensor
 
-        key = _storage(value)
+        key = storage_key(value)
         if key not in storages:
             storages[key] = torch.UntypedStorage(value.untyped_storage().nbytes(), device="meta")
-        made = torch.empty(0, dtype=value.dtype, device="meta").set_(
-            storages[key], value.storage_offset(), value.shape, value.stride()
-        )
+        made = torch.empty(0, dtype=value.dtype, device="meta")
+        made.set_(storages[key], value.storage_offset(), value.shape, value.stride())
+        made = torch._conj(made) if value.is_conj() else made
+        made = torch._neg_view(made) if value.is_neg() else made
         return FakeTensor(self.mode, made, value.device)
 
-    def _copy(self, value: Tensor) -> Tensor:
-        """Return a tensor with memory of its own."""
-        return self._again(value, {})
+
+def _apply(
+    target: Any, constants: Sequence[Any], numbers: Sequence[int], nesting: Any, *tensors: Tensor
+) -> Any:
+    """Call a target with constants, and with tensors where they have their numbers."""
+    flat = [one if at < 0 else tensors[at] for one, at in zip(constants, numbers, strict=True)]
+    args, kwargs = pytree.tree_unflatten(flat, nesting)
+    return target(*args, **kwargs)
 
 
-def _storage(value: Tensor) -> int:
-    return value.untyped_storage()._cdata
+def _lay_out(stride: tuple[int, ...], tensor: Tensor) -> Tensor:
+    return laid_out(tensor, stride)
 
 
-def _constant(value: Any) -> Hashable:
-    return (type(value), str(value)) if isinstance(value, _PLAIN) else None
-
-
-def _like(value: Tensor) -> Hashable:
-    """Return what a call can tell of a tensor."""
+def _like(tensor: Tensor) -> Hashable:
+    """Return all that a call can tell of a tensor without its values."""
     return (
-        tuple(value.shape),
-        value.stride(),
-        value.storage_offset(),
-        value.dtype,
-        value.device,
-        value.untyped_storage().nbytes(),
+        *(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().nbytes()),
+        *(tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg()),
     )

@@ -1,6 +1,6 @@
-"""Trace one call of a graph into the core calls that torch's compiler knows: no writes, and no ops of other ops.
+"""Trace one call of a graph into the core calls that torch's compiler knows: no writes, and no ops made of other ops.
 
-This module is the only one that uses torch's tracer of graphs, its table of formulas, and its tensors that turn writes
+This module is the only one that uses torch's tracer of graphs, its formulas for ops, and the tensors that turn writes
 into values.
 """
 
@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-__all__ = ["Expander", "Expansion"]
+__all__ = ["Expander", "Expansion", "Same"]
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """A result of a call that is one of its tensors: that with this number."""
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,23 +29,14 @@ class Expansion:
     """What a call becomes.
 
     Attributes:
-      graph: Its calls, and the tensors in ``meta["val"]``; the placeholders are the tensors among the arguments.
-      module: What the graph's attributes belong to.
-      results: The call's results, as it nests them: nodes, numbers of arguments that are returned, other values.
-      written: The new values of the arguments that the call writes, by their numbers.
+      module: Its calls, on one placeholder for each tensor; ``meta["val"]`` of a node is a fake tensor, or several.
+      results: The call's results, nested as it nests them: nodes, :class:`Same`, and what is no tensor.
+      written: The new values of tensors that the call writes, by their numbers.
     """
 
-    graph: fx.Graph
     module: fx.GraphModule
     results: Any
     written: Mapping[int, fx.Node]
-
-
-@dataclass(frozen=True, slots=True)
-class Same:
-    """A result that is an argument: the one with this number."""
-
-    number: int
 
 
 class Expander:
@@ -51,83 +49,86 @@ class Expander:
     def __init__(self, mode: Any) -> None:
         from torch._inductor.decomposition import select_decomp_table
 
-        self._mode, self._table = mode, select_decomp_table()
+        self._mode, self._formulas = mode, select_decomp_table()
 
     def call(self, source: fx.Node, call: Callable[..., Any], tensors: Sequence[Tensor]) -> Expansion:
-        """Expand a call, given as a function of its tensors.
+        """Expand a call.
 
         Args:
-          source: The node that it is made for.
-          call: The function.
-          tensors: Fake tensors like its arguments; they are not written.
+          source: Its node.
+          call: The call as a function of its tensors.
+          tensors: Fake tensors like them, each with memory of its own.
         """
-
-        def traced(*given: Tensor) -> Any:
-            functional = [_functional(one) for one in given]
-            before = [(one.shape, one.stride(), one.storage_offset()) for one in given]
-            flat, spec = pytree.tree_flatten(call(*functional))
-            numbers = {id(one): number for number, one in enumerate(functional)}
-            results: list[Any] = []
-            for one in flat:
-                number = numbers.get(id(one))
-                if number is not None and before[number] == (one.shape, one.stride(), one.storage_offset()):
-                    results.append(Same(number))
-                else:
-                    results.append(_plain(one))
-            written = {
-                number: _plain(one) for number, one in enumerate(functional) if _is_written(one)
-            }
-            found.extend((results, spec, list(written)))
-            tensors = [one for one in (*results, *written.values()) if isinstance(one, Tensor)]
-            return tensors
-
         found: list[Any] = []
-        module = self._trace(source, traced, tensors)
-        results, spec, written = found
-        (nodes,) = module.graph.output_node().args
-        rest = iter(nodes)
-        named = [next(rest) if isinstance(one, Tensor) else one for one in results]
-        return Expansion(
-            module.graph, module, pytree.tree_unflatten(named, spec), dict(zip(written, rest, strict=True))
-        )
 
-    def scatter(
-        self, source: fx.Node, call: Callable[..., Any], place: int, base: int, tensors: Sequence[Tensor]
+        def traced(*given: Tensor) -> list[Tensor]:
+            known = [_functional(one) for one in given]
+            before = list(map(_layout, known))
+            results, nesting = pytree.tree_flatten(call(*known))
+            numbers = {id(one): number for number, one in enumerate(known)}
+            for place, one in enumerate(results):
+                number = numbers.get(id(one))
+                unmoved = number is not None and _layout(one) == before[number]
+                results[place] = Same(number) if unmoved else _plain(one)
+            written = {number: _plain(one) for number, one in enumerate(known) if _is_written(one)}
+            memory = {_memory(one) for one in written.values()}
+            if any(isinstance(one, Tensor) and _memory(one) in memory for one in results):
+                raise NotImplementedError(f"{source.target} writes a tensor and returns a view of it")
+            found.extend((results, nesting, list(written)))
+            return [one for one in (*results, *written.values()) if isinstance(one, Tensor)]
+
+        module, nodes = self._trace(source, traced, tensors)
+        results, nesting, written = found
+        rest = iter(nodes)
+        results = [next(rest) if isinstance(one, Tensor) else one for one in results]
+        return Expansion(module, pytree.tree_unflatten(results, nesting), dict(zip(written, rest, strict=True)))
+
+    def write(
+        self, source: fx.Node, call: Callable[..., Any], place: int, number: int, tensors: Sequence[Tensor]
     ) -> Expansion:
-        """Expand the write of the last tensor into a view: the one written value is the tensor that is viewed.
+        """Expand a write into a view that a call returns.
 
         Args:
-          source: The node that it is made for.
-          call: Returns the view, given all but the last tensor.
-          place: The view's position among the results of the call.
-          base: The number of the tensor that is viewed.
-          tensors: The tensors of the call, and the new value of the view.
+          source: The call's node.
+          call: The call as a function of its tensors.
+          place: The view's place among its results.
+          number: Which of its tensors is viewed, and thereby written.
+          tensors: Fake tensors like those of the call, and one like the new value of the view.
         """
 
-        def traced(*given: Tensor) -> Any:
-            functional = [_functional(one) for one in given[:-1]]
-            view: Any = pytree.tree_leaves(call(*functional))[place]
+        def traced(*given: Tensor) -> list[Tensor]:
+            known = [_functional(one) for one in given[:-1]]
+            view: Any = pytree.tree_leaves(call(*known))[place]
             view.replace_(given[-1])
             view.commit_update()
-            return [_plain(functional[base])]
+            return [_plain(known[number])]
 
-        module = self._trace(source, traced, tensors)
-        ((node,),) = module.graph.output_node().args
-        return Expansion(module.graph, module, (), {base: node})
+        module, (node,) = self._trace(source, traced, tensors)
+        return Expansion(module, (), {number: node})
 
-    def _trace(self, source: fx.Node, call: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.GraphModule:
+    def _trace(
+        self, source: fx.Node, call: Callable[..., Any], tensors: Sequence[Tensor]
+    ) -> tuple[fx.GraphModule, Sequence[fx.Node]]:
         from torch._dispatch.python import enable_python_dispatcher
         from torch._subclasses.functional_tensor import FunctionalTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx
 
         with (
             fx.traceback.preserve_node_meta(),
-            fx.traceback.set_current_meta(source),
             self._mode,
             enable_python_dispatcher(),
-            FunctionalTensorMode(_allow_token_discovery=True),
+            FunctionalTensorMode(),
         ):
-            return make_fx(call, decomposition_table=self._table, _disable_torch_fn_metadata_mode=True)(*tensors)
+            trace = make_fx(
+                call, decomposition_table=self._formulas, _disable_torch_fn_metadata_mode=True
+            )
+            module = trace(*tensors)
+        for node in module.graph.nodes:
+            schema = getattr(node.target, "_schema", None)
+            if node.op == "call_function" and schema is not None and schema.is_mutable:
+                raise NotImplementedError(f"{source.target} writes by {node.target}, which has no other form")
+        (nodes,) = module.graph.output_node().args
+        return module, nodes
 
 
 def _functional(tensor: Tensor) -> Any:
@@ -143,4 +144,12 @@ def _plain(value: Any) -> Any:
 
 
 def _is_written(tensor: Any) -> bool:
-    return torch._functionalize_has_data_mutation(tensor.elem)
+    return bool(torch._functionalize_has_data_mutation(tensor.elem))
+
+
+def _layout(tensor: Tensor) -> Any:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
