@@ -10,28 +10,38 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate, map_arg
 from torch.fx.traceback import NodeSource, NodeSourceAction
-from torch.utils import _pytree as pytree
 
 from ...tensors.overlap import storage_key
 from ..layouts import laid_out
-from .expansion import Expander, Expansion, Same
+from .expansion import Expander, Expansion, Same, leaves
 
 __all__ = ["core_graph"]
 
 _NUMBER = re.compile(r"_\d+$")
 _COPY = torch.ops.aten.copy_.default
-# Values of these types are equal to any call if their types and texts are.
+
+
+@dataclass(frozen=True, slots=True)
+class _Nth:
+    """Stands for a tensor among the arguments of a call."""
+
+    number: int
+
+
+# Two arguments of these types are one to a call if they have one text.
 _PLAIN = (
-    *(bool, int, float, complex, str, type(None)),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+    *(_Nth, bool, int, float, complex, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 
 
@@ -109,7 +119,7 @@ def core_graph(module: fx.GraphModule, arguments: Sequence[Tensor], mode: Any) -
 
     Args:
       module: The graph; it stays as it is.
-      arguments: Fake tensors like its arguments, no two of them in the same memory.
+      arguments: Fake tensors like its arguments.
       mode: The mode of the fake tensors.
     """
     return _Builder(Expander(mode), mode).build(module.graph, arguments)
@@ -142,16 +152,17 @@ class _Builder:
         for node in source.nodes:
             if node.op == "placeholder":
                 argument = self.graph.placeholder(f"arg{len(entering)}_1")
-                argument.meta["val"] = next(given)
+                argument.meta["val"] = self._copy(next(given), {})
                 values[node] = _Value(argument, _Memory())
                 entering.append((argument, values[node]))
             elif node.op == "output":
-                (results,) = pytree.tree_map_only(fx.Node, values.__getitem__, node.args)
-                results = pytree.tree_map_only(_Value, self._current, results)
+                (results,) = map_arg(node.args, lambda one: self._current(values[one]))
                 for argument, value in entering:
                     if value.memory.writes:
                         new = self._current(value)
-                        self._add(_COPY, (argument, new), {}, "copy_", new.meta).meta["val"] = argument.meta["val"]
+                        self._add(_COPY, (argument, new), {}, "copy_", new.meta).meta["val"] = argument.meta[
+                            "val"
+                        ]
                 self.graph.output(tuple(results))
             elif node.target is operator.getitem:
                 whole, place = node.args
@@ -161,29 +172,33 @@ class _Builder:
         self.graph.eliminate_dead_code()
         return fx.GraphModule(self.root, self.graph)
 
-    def _call(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    def _call(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         """Add a call; return its results."""
-        arguments = pytree.tree_map_only(fx.Node, values.__getitem__, (node.args, node.kwargs))
-        flat, nesting = pytree.tree_flatten(arguments)
-        tensors = list(dict.fromkeys(one for one in flat if isinstance(one, _Value)))
-        numbers = [tensors.index(one) if isinstance(one, _Value) else -1 for one in flat]
-        constants = [None if isinstance(one, _Value) else one for one in flat]
-        key = None
-        if all(isinstance(one, _PLAIN) for one in constants):
-            key = (node.target, nesting, *numbers, *((type(one), str(one)) for one in constants))
-        call = _Call(node, partial(_apply, node.target, constants, numbers, nesting), key)
+        tensors: dict[_Value, _Nth] = {}
+
+        def place(one: Any) -> Any:
+            return tensors.setdefault(one, _Nth(len(tensors))) if isinstance(one, _Value) else one
+
+        arguments = map_aggregate(map_arg((node.args, node.kwargs), values.__getitem__), place)
+        known = all(isinstance(one, _PLAIN) for one in leaves(arguments))
+        call = _Call(
+            node, partial(_apply, node.target, arguments), (node.target, repr(arguments)) if known else None
+        )
         given = list(map(self._current, tensors))
-        expansion = self._expansion(call, given, "call")
+        expansion = self._expansion(call, given)
         nodes = self._put_in(expansion, node, given)
+        entering = list(tensors)
         for number, new in expansion.written.items():
-            self._write(tensors[number], nodes[new], node)
-        leaves, nesting = pytree.tree_flatten(expansion.results)
-        for place, one in enumerate(leaves):
+            self._write(entering[number], nodes[new], node)
+        places = count()
+
+        def result(one: Any) -> Any:
+            place = next(places)
             if isinstance(one, Same):
-                leaves[place] = tensors[one.number]
-            elif isinstance(one, fx.Node):
-                leaves[place] = self._value(nodes[one], place, call, tensors, given)
-        return pytree.tree_unflatten(leaves, nesting)
+                return entering[one.number]
+            return self._value(nodes[one], place, call, entering, given) if isinstance(one, fx.Node) else one
+
+        return map_aggregate(expansion.results, result)
 
     def _value(
         self, node: fx.Node, place: int, call: _Call, tensors: Sequence[_Value], given: Sequence[fx.Node]
@@ -204,9 +219,9 @@ class _Builder:
         view = value.view
         if view is not None and value.writes != value.memory.writes:
             given = self._given(view)
-            expansion = self._expansion(view.call, given, "call")
+            expansion = self._expansion(view.call, given)
             nodes = self._put_in(expansion, view.call.source, given)
-            value.node = nodes[pytree.tree_leaves(expansion.results)[view.place]]
+            value.node = nodes[leaves(expansion.results)[view.place]]
             value.writes = value.memory.writes
         return value.node
 
@@ -216,7 +231,7 @@ class _Builder:
         node, given = self._current(base), list(view.given)
         if node.meta["val"].stride() != base.stride:
             call = _Call(view.call.source, partial(_lay_out, base.stride), (laid_out, base.stride))
-            expansion = self._expansion(call, [node], "call")
+            expansion = self._expansion(call, [node])
             made = self._put_in(expansion, call.source, [node])
             base.node = node = made.get(expansion.results, node)
         given[view.number] = node
@@ -233,24 +248,22 @@ class _Builder:
             value.writes = value.memory.writes
             return
         given = [*self._given(view), new]
-        expansion = self._expansion(view.call, given, "write", view)
+        expansion = self._expansion(view.call, given, view)
         nodes = self._put_in(expansion, view.call.source, given)
         self._write(view.base, nodes[expansion.written[view.number]], source)
 
-    def _expansion(
-        self, call: _Call, given: Sequence[fx.Node], what: str, view: _View | None = None
-    ) -> Expansion:
+    def _expansion(self, call: _Call, given: Sequence[fx.Node], view: _View | None = None) -> Expansion:
         """Return what a call, or a write into its view, becomes for these tensors."""
         tensors = [node.meta["val"] for node in given]
-        at = () if view is None else (view.place, view.number)
-        key = (what, *at, call.key, *map(_like, tensors))
+        at = None if view is None else (view.place, view.number)
+        key = (at, call.key, *map(_like, tensors))
         found = None if call.key is None else self.known.get(key)
         if found is None:
             copies = [self._copy(one, {}) for one in tensors]
             if view is None:
                 found = self.expander.call(call.source, call.apply, copies)
             else:
-                found = self.expander.write(call.source, call.apply, *at, copies)
+                found = self.expander.write(call.source, call.apply, view.place, view.number, copies)
             self.known[key if call.key is not None else call] = found
         return found
 
@@ -262,6 +275,10 @@ class _Builder:
         storages: dict[int, torch.UntypedStorage] = {}
         tensors = iter(given)
         origin = [NodeSource(source, __name__, NodeSourceAction.CREATE)]
+
+        def again(one: Any) -> Any:
+            return self._copy(one, storages) if isinstance(one, Tensor) else one
+
         for one in expansion.module.graph.nodes:
             if one.op == "placeholder":
                 nodes[one] = node = next(tensors)
@@ -269,16 +286,14 @@ class _Builder:
             elif one.op == "get_attr":
                 nodes[one] = self._constant(one, getattr(expansion.module, one.target))
             elif one.op == "call_function":
-                args = fx.node.map_arg(one.args, nodes.__getitem__)
-                kwargs = fx.node.map_arg(one.kwargs, nodes.__getitem__)
+                args = map_arg(one.args, nodes.__getitem__)
+                kwargs = map_arg(one.kwargs, nodes.__getitem__)
                 nodes[one] = node = self._add(one.target, args, kwargs, _NUMBER.sub("", one.name), one.meta)
                 node.meta["from_node"] = origin
                 if one.target is operator.getitem:
                     node.meta["val"] = args[0].meta["val"][args[1]]
                 else:
-                    node.meta["val"] = pytree.tree_map_only(
-                        Tensor, partial(self._copy, storages=storages), one.meta.get("val")
-                    )
+                    node.meta["val"] = map_aggregate(one.meta.get("val"), again)
         return nodes
 
     def _add(self, target: Any, args: Any, kwargs: Any, name: str, meta: dict[str, Any]) -> fx.Node:
@@ -309,12 +324,8 @@ class _Builder:
         return FakeTensor(self.mode, made, value.device)
 
 
-def _apply(
-    target: Any, constants: Sequence[Any], numbers: Sequence[int], nesting: Any, *tensors: Tensor
-) -> Any:
-    """Call a target with constants, and with tensors where they have their numbers."""
-    flat = [one if at < 0 else tensors[at] for one, at in zip(constants, numbers, strict=True)]
-    args, kwargs = pytree.tree_unflatten(flat, nesting)
+def _apply(target: Any, arguments: Any, *tensors: Tensor) -> Any:
+    args, kwargs = map_aggregate(arguments, lambda one: tensors[one.number] if isinstance(one, _Nth) else one)
     return target(*args, **kwargs)
 
 

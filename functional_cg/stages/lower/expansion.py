@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+from torch.fx.node import map_aggregate
 
-__all__ = ["Expander", "Expansion", "Same"]
+__all__ = ["Expander", "Expansion", "Same", "leaves"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +64,26 @@ class Expander:
         def traced(*given: Tensor) -> list[Tensor]:
             known = [_functional(one) for one in given]
             before = list(map(_layout, known))
-            results, nesting = pytree.tree_flatten(call(*known))
             numbers = {id(one): number for number, one in enumerate(known)}
-            for place, one in enumerate(results):
+
+            def plain(one: Any) -> Any:
                 number = numbers.get(id(one))
                 unmoved = number is not None and _layout(one) == before[number]
-                results[place] = Same(number) if unmoved else _plain(one)
+                return Same(number) if unmoved and number is not None else _plain(one)
+
+            results = map_aggregate(call(*known), plain)
             written = {number: _plain(one) for number, one in enumerate(known) if _is_written(one)}
-            memory = {_memory(one) for one in written.values()}
-            if any(isinstance(one, Tensor) and _memory(one) in memory for one in results):
+            made, memory = _tensors(results), {_memory(one) for one in written.values()}
+            if any(_memory(one) in memory for one in made):
                 raise NotImplementedError(f"{source.target} writes a tensor and returns a view of it")
-            found.extend((results, nesting, list(written)))
-            return [one for one in (*results, *written.values()) if isinstance(one, Tensor)]
+            found.extend((results, list(written)))
+            return [*made, *written.values()]
 
         module, nodes = self._trace(source, traced, tensors)
-        results, nesting, written = found
+        results, written = found
         rest = iter(nodes)
-        results = [next(rest) if isinstance(one, Tensor) else one for one in results]
-        return Expansion(module, pytree.tree_unflatten(results, nesting), dict(zip(written, rest, strict=True)))
+        results = map_aggregate(results, lambda one: next(rest) if isinstance(one, Tensor) else one)
+        return Expansion(module, results, dict(zip(written, rest, strict=True)))
 
     def write(
         self, source: fx.Node, call: Callable[..., Any], place: int, number: int, tensors: Sequence[Tensor]
@@ -98,7 +100,7 @@ class Expander:
 
         def traced(*given: Tensor) -> list[Tensor]:
             known = [_functional(one) for one in given[:-1]]
-            view: Any = pytree.tree_leaves(call(*known))[place]
+            view: Any = leaves(call(*known))[place]
             view.replace_(given[-1])
             view.commit_update()
             return [_plain(known[number])]
@@ -119,16 +121,25 @@ class Expander:
             enable_python_dispatcher(),
             FunctionalTensorMode(),
         ):
-            trace = make_fx(
-                call, decomposition_table=self._formulas, _disable_torch_fn_metadata_mode=True
-            )
+            trace = make_fx(call, decomposition_table=self._formulas, _disable_torch_fn_metadata_mode=True)
             module = trace(*tensors)
         for node in module.graph.nodes:
             schema = getattr(node.target, "_schema", None)
             if node.op == "call_function" and schema is not None and schema.is_mutable:
                 raise NotImplementedError(f"{source.target} writes by {node.target}, which has no other form")
-        (nodes,) = module.graph.output_node().args
+        nodes: Any = module.graph.output_node().args[0]
         return module, nodes
+
+
+def leaves(nested: Any) -> list[Any]:
+    """Return what is in nested lists, tuples and dicts, in order."""
+    found: list[Any] = []
+    map_aggregate(nested, found.append)
+    return found
+
+
+def _tensors(nested: Any) -> list[Tensor]:
+    return [one for one in leaves(nested) if isinstance(one, Tensor)]
 
 
 def _functional(tensor: Tensor) -> Any:
@@ -144,7 +155,8 @@ def _plain(value: Any) -> Any:
 
 
 def _is_written(tensor: Any) -> bool:
-    return bool(torch._functionalize_has_data_mutation(tensor.elem))
+    written: Any = getattr(torch, "_functionalize_has_data_mutation")  # noqa: B009
+    return bool(written(tensor.elem))
 
 
 def _layout(tensor: Tensor) -> Any:
