@@ -100,18 +100,16 @@ class _Value:
       node: The node that computes it, as of some number of writes.
       memory: The memory that it lies in.
       view: How it is made of another value; None if it is all of its memory.
-      stride: Its strides.
       writes: The number of writes to its memory that its node knows of.
     """
 
     node: fx.Node
     memory: _Memory
     view: _View | None = None
-    stride: tuple[int, ...] = ()
     writes: int = 0
 
     def __post_init__(self) -> None:
-        self.stride, self.writes = self.node.meta["val"].stride(), self.memory.writes
+        self.writes = self.memory.writes
 
 
 def core_graph(module: fx.GraphModule, arguments: Sequence[Tensor], mode: Any) -> fx.GraphModule:
@@ -160,9 +158,8 @@ class _Builder:
                 for argument, value in entering:
                     if value.memory.writes:
                         new = self._current(value)
-                        self._add(_COPY, (argument, new), {}, "copy_", new.meta).meta["val"] = argument.meta[
-                            "val"
-                        ]
+                        meta = {**new.meta, "original_aten": _COPY, "val": argument.meta["val"]}
+                        self._add(_COPY, (argument, new), {}, "copy_", meta)
                 self.graph.output(tuple(results))
             elif node.target is operator.getitem:
                 whole, place = node.args
@@ -226,15 +223,9 @@ class _Builder:
         return value.node
 
     def _given(self, view: _View) -> list[fx.Node]:
-        """Return the tensors of a call that views, after all writes to its base, and in the strides that it knows."""
-        base = view.base
-        node, given = self._current(base), list(view.given)
-        if node.meta["val"].stride() != base.stride:
-            call = _Call(view.call.source, partial(_lay_out, base.stride), (laid_out, base.stride))
-            expansion = self._expansion(call, [node])
-            made = self._put_in(expansion, call.source, [node])
-            base.node = node = made.get(expansion.results, node)
-        given[view.number] = node
+        """Return the tensors of a call that views, after all writes to its base."""
+        given = list(view.given)
+        given[view.number] = self._current(view.base)
         return given
 
     def _write(self, value: _Value, new: fx.Node, source: fx.Node) -> None:
@@ -243,7 +234,7 @@ class _Builder:
         if view is None:
             if value.memory.results > 1:
                 raise NotImplementedError(f"{source.target} writes memory that another result lies in")
-            value.node = new
+            value.node = self._laid_out(new, value.node.meta["val"].stride(), source)
             value.memory.writes += 1
             value.writes = value.memory.writes
             return
@@ -251,6 +242,13 @@ class _Builder:
         expansion = self._expansion(view.call, given, view)
         nodes = self._put_in(expansion, view.call.source, given)
         self._write(view.base, nodes[expansion.written[view.number]], source)
+
+    def _laid_out(self, new: fx.Node, stride: tuple[int, ...], source: fx.Node) -> fx.Node:
+        """Return a new value in the strides of the memory: an op that writes keeps them, its other form may not."""
+        if new.meta["val"].stride() == stride:
+            return new
+        expansion = self._expansion(_Call(source, partial(_lay_out, stride), (laid_out, stride)), [new])
+        return self._put_in(expansion, source, [new]).get(expansion.results, new)
 
     def _expansion(self, call: _Call, given: Sequence[fx.Node], view: _View | None = None) -> Expansion:
         """Return what a call, or a write into its view, becomes for these tensors."""
@@ -293,7 +291,9 @@ class _Builder:
                 if one.target is operator.getitem:
                     node.meta["val"] = args[0].meta["val"][args[1]]
                 else:
-                    node.meta["val"] = map_aggregate(one.meta.get("val"), again)
+                    value = one.meta.get("val")
+                    several = isinstance(value, (list, tuple))
+                    node.meta["val"] = type(value)(map(again, value)) if several else again(value)
         return nodes
 
     def _add(self, target: Any, args: Any, kwargs: Any, name: str, meta: dict[str, Any]) -> fx.Node:
