@@ -251,10 +251,11 @@ def test_it_is_the_graph_that_torch_itself_makes() -> None:
     ]
     found = []
 
-    def keep(module: Any, inputs: Any) -> Any:
+    def kept(module: Any, inputs: Any) -> Any:
         found.append(module)
         return module.forward
 
+    keep: Any = kept
     with torch.no_grad():
         aot_module_simplified(
             plan._graph,
