@@ -185,7 +185,7 @@ def graph_step(
     verify_calls: int = 16,
     certify: Certify = "auto",
     activation_memory_budget: float | None = None,
-    branches: Branches = 1,
+    branches: Branches = "auto",
     branch_memory: int | None = None,
     compile_once: bool = False,
 ) -> GraphStep[P, R]: ...
@@ -202,7 +202,7 @@ def graph_step(
     verify_calls: int = 16,
     certify: Certify = "auto",
     activation_memory_budget: float | None = None,
-    branches: Branches = 1,
+    branches: Branches = "auto",
     branch_memory: int | None = None,
     compile_once: bool = False,
 ) -> _MakesStep: ...
@@ -251,11 +251,13 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
         traffic within a fraction of the way between; None for what pays in most models. To keep less than 0
         does, recompute products, too: :func:`functional_cg.remat`.
       branches: The most lanes, from 1 to 32, on which calls that do not need each other run side by side on a GPU, in
-        one graph. By default, one. The calls are those of ``"aten"``, with the bits of one lane; or what a compiled
-        step launches, if its values are of at most 16 MiB: for lanes it is compiled anew, and differs from one line
-        by rounding. ``"auto"`` is up to 8, where an estimate says that they gain a fifth, within ``branch_memory``.
-        With collectives, one lane is theirs, and the order of all calls is chosen so that others, weight gradients
-        above all, run beside them, also if the step then runs in one line. A step with ops of other libraries runs in
+        one graph. The calls are those of ``"aten"``, with the bits of one lane; or what a compiled step launches, if
+        its values are of at most 16 MiB: for lanes it is compiled otherwise, and differs from one line by rounding.
+        ``"auto"`` is up to 8, where an estimate says that they gain a fifth, within ``branch_memory``, and where they
+        are then measured to be faster, before the first call changes anything; otherwise 1. A step that is measured is
+        compiled twice. With deterministic algorithms, a compiled step runs in one line.
+        With collectives, the order of all calls is chosen so that others, weight gradients above all, run beside
+        them: in one line, or on a number of lanes, of which one is theirs. A step with ops of other libraries runs in
         one line. ``explain()`` says what runs side by side, or why nothing does.
       branch_memory: The most bytes that lanes take in addition to one line: segments of the allocator, which lanes do
         not share, and for each lane with products a workspace of cuBLAS, 32 MiB on an H100. None is 5 % of the step's
@@ -266,8 +268,8 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
         not fused, so it is cut before products, convolutions and attention, which no compiler fuses with what they
         read. Off by default: memory that a part has read is free only when the part ends, and there are more launches.
         Of GPT-2 on an H100 it saves a fifth of the first call, and costs 7 % of each step and 39 % of memory. A step
-        with collectives, one over flat vectors (``optim.flatten``) and one that repeats little stay one function. Not
-        together with ``branches``.
+        with collectives, one over flat vectors (``optim.flatten``) and one that repeats little stay one function. Its
+        calls run in one line.
     Raises:
       FunctionalCGError: At the call; the state passed in stays valid. See :mod:`functional_cg.errors`.
 
@@ -300,7 +302,7 @@ def graph_fn(
     debug: Debug | None = None,
     verify_calls: int = 16,
     certify: Certify = "auto",
-    branches: Branches = 1,
+    branches: Branches = "auto",
     branch_memory: int | None = None,
     compile_once: bool = False,
 ) -> GraphFn[P, R]: ...
@@ -315,7 +317,7 @@ def graph_fn(
     debug: Debug | None = None,
     verify_calls: int = 16,
     certify: Certify = "auto",
-    branches: Branches = 1,
+    branches: Branches = "auto",
     branch_memory: int | None = None,
     compile_once: bool = False,
 ) -> _MakesFn: ...

@@ -49,7 +49,7 @@ class Options:
     verify_calls: int = 16
     certify: Certify = "auto"
     activation_memory_budget: float | None = None
-    branches: Branches = 1
+    branches: Branches = "auto"
     branch_memory: int | None = None
     compile_once: bool = False
 
@@ -102,7 +102,7 @@ class Options:
             raise ValueError(f"{transform}: branch_memory must be None or a number of bytes, got {room!r}")
         if not isinstance(self.compile_once, bool):
             raise ValueError(f"{transform}: compile_once must be True or False, got {self.compile_once!r}")
-        if self.compile_once and lanes != 1:
+        if self.compile_once and lanes not in ("auto", 1):
             raise ValueError(
                 f"{transform}: parts that are compiled once run in one line: compile_once=True does not go with "
                 f"branches={lanes!r}.\nTo fix: leave one of them out."

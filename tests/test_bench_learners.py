@@ -13,7 +13,7 @@ from functional_cg.bench.measure import BATCHES, Row, bench, start
 from functional_cg.bench.modules import workload
 from functional_cg.bench.rl import dreamer, ppo, sac, systems
 from functional_cg.bench.rl.workloads import LearnerWorkload, names
-from functional_cg.bench.system import COMPILED, LANES
+from functional_cg.bench.system import COMPILED, LANES, LINE
 from functional_cg.bench.systems.opponents import build
 from tests.shares import THOROUGH, share
 
@@ -100,8 +100,8 @@ def test_what_is_compiled_is_filled() -> None:
         work = workload(name)
         assert isinstance(work, LearnerWorkload)
         found = {system for system in COMPILED if system in work.systems}
-        assert found - {LANES} == {"ours", "compile", "reduce-overhead", "hand-graph-compiled"}
-        assert (LANES in found) == (name != "rl-dreamer")
+        assert found - {LANES, LINE} == {"ours", "compile", "reduce-overhead", "hand-graph-compiled"}
+        assert (LANES in found) == (LINE in found) == (name != "rl-dreamer")
 
 
 def test_advantages_by_doublings_are_those_of_the_loop() -> None:

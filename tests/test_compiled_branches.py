@@ -10,9 +10,11 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.options import Options
+from functional_cg.stages.branches.plan import faster
 from functional_cg.stages.lower.compiled import lower
-from functional_cg.testing import Simulator, assert_replay_equals_eager
-from tests.branched import inputs, schedules
+from functional_cg.stages.plan import Buffers
+from functional_cg.testing import Simulator, assert_replay_equals_eager, assert_trees_all_equal
+from tests.branched import branched, inputs, schedules
 from tests.shares import thorough
 
 
@@ -35,7 +37,9 @@ def words(fn: Any, **options: Any) -> str:
 
 def test_what_a_compiled_step_says_of_its_branches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    assert words(two_networks) == ""
+    assert words(two_networks, branches=1) == ""
+    assert words(two_networks, compile_once=True) == ""
+    assert words(two_networks) == "branches: told once it is compiled"
     assert words(two_networks, branches=4) == "branches: told once it is compiled"
     assert words(two_networks, branches="auto") == "branches: told once it is compiled"
     assert words(chain, branches="auto") == "branches: none, since they would gain less than they cost"
@@ -43,6 +47,10 @@ def test_what_a_compiled_step_says_of_its_branches(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("functional_cg.stages.lower.compiled.SMALL", 32)
     large = words(two_networks, branches=4)
     assert large == "branches: none, its values are so large that each kernel fills the device"
+    assert words(two_networks, lowering="aten") == large
+    assert words(two_networks, lowering="aten", branches=2).startswith(
+        "branches: 13 units of work on 2 lanes"
+    )
 
 
 @thorough
@@ -71,6 +79,29 @@ def test_compiled_networks_on_simulated_lanes(number: int) -> None:
         step = fcg.graph_step(networks, lowering="inductor", branches=2 + number % 5, backend=Simulator())
         assert_replay_equals_eager(step, start, inputs(torch.zeros(8, 8), 9, number))
         assert "units of work on" in step.explain(), step.explain()
+
+
+@pytest.mark.parametrize("on_lanes", [0.9, 0.98])
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+def test_lanes_stay_if_they_are_measured_to_be_faster(lowering: str, on_lanes: float) -> None:
+    """A plan for one line is made of the same program, and computes the same."""
+    state = {"a": torch.eye(8), "b": torch.ones(8, 8), "c": -torch.eye(8), "n": torch.tensor(1)}
+    (x,) = inputs(torch.zeros(8, 8), 1)
+    new, metrics = networks(state, x)
+    with schedules(2):
+        plan = branched(networks, lowering=lowering).lower(fcg.fork(fcg.place(state)), x).plan
+
+        def computed(plan: Any) -> list[Tensor]:
+            buffers = Buffers([value.clone() for value in fcg.tree.leaves(state)], [x], [])
+            return [*plan.bind(buffers)(()), *buffers.slots]
+
+        results = [computed(plan), computed(line := plan.in_line())]
+    expected = [*fcg.tree.leaves(metrics), *fcg.tree.leaves(new)]
+    assert_trees_all_equal(results, [expected, expected])
+    found, wide = faster(plan, on_lanes, line, 1.0), on_lanes == 0.9
+    assert found is (plan if wide else line)
+    assert f"measured {on_lanes:.3f} ms on 3 lanes, 1.000 ms in one line" in found.branches
+    assert ("units of work on" in found.branches) == (found.temporaries > 0) == wide
 
 
 def residual(state: Any, x: Tensor) -> Any:

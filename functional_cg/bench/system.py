@@ -20,6 +20,7 @@ __all__ = [
     "FEW",
     "FEW_LEAVES",
     "LANES",
+    "LINE",
     "MODULES",
     "ONCE",
     "OPPONENTS",
@@ -42,11 +43,14 @@ FEEDS = ("ours-host", "ours-prefetch")
 FEW_LEAVES = 10
 FEW = f"ours-{FEW_LEAVES}-leaves"  # the same step over this few leaves: the difference is the cost per leaf
 TUNED = "ours-max-autotune"  # with the options of inductor that `max-autotune` sets
-LANES = "ours-branches"  # with launches side by side, where that is estimated to pay
+LANES = (
+    "ours-branches"  # with launches side by side, where that is estimated to pay, and no part compiled once
+)
+LINE = "ours-line"  # with all launches in one line
 # With less or more memory for what the forward keeps: `activation_memory_budget`, in percent.
 BUDGETS = MappingProxyType({f"ours-budget-{percent}": percent / 100 for percent in (0, 25, 50, 75, 100)})
 ONCE = "ours-compile-once"  # equal parts are compiled once
-VARIANTS = (*UPDATES, *FEEDS, FEW, LANES, TUNED, ONCE, *BUDGETS)
+VARIANTS = (*UPDATES, *FEEDS, FEW, LANES, LINE, TUNED, ONCE, *BUDGETS)
 OPPONENTS = (
     "eager", "compile", "reduce-overhead", "graphed-callables", "hand-graph", "hand-graph-compiled",
     "cudagraph-module", "max-autotune", "jax",
@@ -56,6 +60,7 @@ MODULES = (*OURS, TUNED, ONCE, "eager", "compile", "reduce-overhead", "max-autot
 COMPILED = (
     OURS[0],
     LANES,
+    LINE,
     TUNED,
     ONCE,
     *BUDGETS,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..shards.transfers import is_between_ranks
 from .program import Constant, Instr, Program, Report, Var, map_vars
-from .template import Template
+from .template import Template, made_again
 from .variables import Variables
 
 __all__ = ["Blocks"]
@@ -181,14 +181,7 @@ class _Block:
             program.constants.append(constant)
         for one in self.calls:
             region = None if one.region is None else (one.region[0], number)
-            kwargs = {name: map_vars(names, value) for name, value in one.kwargs.items()}
-            args, writes = map_vars(names, one.args), map_vars(names, one.writes)
-            out = map_vars(names, one.out)
-            program.instrs.append(
-                Instr(
-                    one.op, args, kwargs, out, writes, one.site, one.backward, one.inner, one.origin, region
-                )
-            )
+            program.instrs.append(made_again(one, names, region))
         program.reports += [replace(report, values=map_vars(names, report.values)) for report in self.reports]
         return list(map(names, self.results))
 

@@ -105,7 +105,7 @@ class AtenPlan:
     shared: Sequence[str] = ()
 
     def __init__(self, program: Program, plan: Schedule, *, timed: bool = False) -> None:
-        self._program, self._timed = program, timed
+        self.program, self._timed = program, timed
         self.ticks: list[Instr | str] = []
         self._plan = self.schedule = plan
         self._ops: dict[str, Any] = {}
@@ -138,7 +138,7 @@ class AtenPlan:
 
     def _names(self, buffers: Buffers, raised_at: Callable[[], Location | None]) -> dict[str, Any]:
         """Return what the generated function refers to."""
-        names, program = dict(self._ops), self._program
+        names, program = dict(self._ops), self.program
         for var, tensor in zip(program.slots, buffers.slots, strict=True):
             names[repr(var)] = tensor
         for var, tensor in zip(program.inputs, buffers.inputs, strict=True):
@@ -161,9 +161,9 @@ class AtenPlan:
 
     def _split_hoisted(self) -> tuple[list[Instr], list[Instr]]:
         """Separate the calls that only take views of static buffers from the rest of the head."""
-        fixed = {*self._program.slots, *self._program.inputs, *(known.var for known in self._program.ranges)}
+        fixed = {*self.program.slots, *self.program.inputs, *(known.var for known in self.program.ranges)}
         fixed |= {
-            c.var for i, c in enumerate(self._program.constants) if i not in self._plan.written_constants
+            c.var for i, c in enumerate(self.program.constants) if i not in self._plan.written_constants
         }
         self._fixed = fixed
         hoisted, head = [], []
@@ -249,7 +249,7 @@ class AtenPlan:
         return name
 
     def _constant_line(self, i: int) -> str:
-        return f"{self._program.constants[i].var!r} = c{i}.clone()"
+        return f"{self.program.constants[i].var!r} = c{i}.clone()"
 
     def _metric_line(self, i: int) -> str:
         return f"m{i} = {self._plan.outputs[i]!r}{'.clone()' if i in self._plan.cloned else ''}"

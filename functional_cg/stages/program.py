@@ -31,6 +31,7 @@ __all__ = [
     "highest_of",
     "inputs_behind",
     "live",
+    "map_arguments",
     "map_vars",
     "vars_in",
     "written_storages",
@@ -286,9 +287,8 @@ class Program:
             return twins[var]
 
         def twin(instr: Instr) -> Instr:
-            kwargs = {name: map_vars(new, value) for name, value in instr.kwargs.items()}
             writes = tuple(map(new, instr.writes))
-            args, out = map_vars(new, instr.args), map_vars(new, instr.out)
+            (args, kwargs), out = map_arguments(new, instr), map_vars(new, instr.out)
             return replace(instr, args=args, kwargs=kwargs, out=out, writes=writes)
 
         return replace(
@@ -389,8 +389,11 @@ def map_vars(function: Callable[[Var], Any], value: Any) -> Any:
     kind = type(value)
     if kind is Var:
         return function(value)
-    if kind is tuple:
-        return tuple([map_vars(function, item) for item in value])
-    if kind is list:
-        return [map_vars(function, item) for item in value]
+    if kind is tuple or kind is list:
+        return kind([map_vars(function, item) for item in value])
     return value
+
+
+def map_arguments(function: Callable[[Var], Any], instr: Instr) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of a call with ``function`` applied to each variable: those by place, and those by name."""
+    return map_vars(function, instr.args), {k: map_vars(function, v) for k, v in instr.kwargs.items()}

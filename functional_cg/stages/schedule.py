@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from .lifetimes import storage_bytes
 from .passes.fused import read_arguments, written_pairs
 from .program import Instr, Program, Var, live, written_storages
 
-__all__ = ["Schedule", "live_instrs", "schedule"]
+__all__ = ["Schedule", "live_instrs", "schedule", "temporaries"]
 
 
 def live_instrs(program: Program) -> list[Instr]:
@@ -103,3 +104,16 @@ def _move_fused(program: Program, plan: Schedule, which: Collection[Instr] | Non
         written_later.update(var.storage for var in instr.writes)
     plan.fused.reverse()
     plan.head = [instr for instr in plan.head if instr not in plan.fused]
+
+
+def temporaries(program: Program, plan: Schedule) -> dict[int, int]:
+    """Return the bytes of each storage that a program computes besides its slots, inputs and constants.
+
+    A fused optimizer call of the tail computes none: it writes its results in place.
+    """
+    sizes = storage_bytes(program.instrs)
+    targets = [*program.slots, *program.inputs, *(known.var for known in program.ranges)]
+    targets += [var for instr in plan.fused if written_pairs(instr) for var in instr.outputs()]
+    for var in (*targets, *(constant.var for constant in program.constants)):
+        sizes.pop(var.storage, None)
+    return sizes

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from .program import Instr, Program, Var, live, map_vars
+from .program import Instr, Program, Var, live, map_arguments, map_vars
 
-__all__ = ["Template", "calls_of", "merge_given", "rename", "rewrite_templates", "unrolled"]
+__all__ = ["Template", "calls_of", "made_again", "merge_given", "rename", "rewrite_templates", "unrolled"]
 
 
 class Template:
@@ -68,7 +68,7 @@ class Template:
                 twins[var] = replace(var)
             return twins[var]
 
-        own = [_renamed(one, new, one.region) for one in calls]
+        own = [made_again(one, new, one.region) for one in calls]
         return cls(name, list(map(new, given)), own, list(map(new, results)), start)
 
     def with_calls(self, calls: Sequence[Instr], given: Sequence[Var], results: Sequence[Var]) -> Template:
@@ -129,13 +129,12 @@ class Template:
 
         number = 0 if call.region is None else call.region[1]
         for one in self.calls:
-            yield _renamed(one, renamed, None if one.region is None else (one.region[0], number))
+            yield made_again(one, renamed, None if one.region is None else (one.region[0], number))
 
 
-def _renamed(one: Instr, new: Callable[[Var], Var], region: tuple[str, int] | None) -> Instr:
-    args, writes = map_vars(new, one.args), map_vars(new, one.writes)
-    kwargs = {name: map_vars(new, value) for name, value in one.kwargs.items()}
-    out = map_vars(new, one.out)
+def made_again(one: Instr, new: Callable[[Var], Var], region: tuple[str, int] | None) -> Instr:
+    """Return a call with other variables, for a region."""
+    (args, kwargs), out, writes = map_arguments(new, one), map_vars(new, one.out), map_vars(new, one.writes)
     return Instr(one.op, args, kwargs, out, writes, one.site, one.backward, one.inner, one.origin, region)
 
 
@@ -236,10 +235,7 @@ class _Rewritten:
 def rename(instr: Instr, renamed: Mapping[Var, Var]) -> None:
     """Let a call read, and write, what takes the place of variables."""
     if any(var in renamed for var in instr.inputs()):
-        instr.takes(
-            map_vars(lambda var: renamed.get(var, var), instr.args),
-            {k: map_vars(lambda var: renamed.get(var, var), value) for k, value in instr.kwargs.items()},
-        )
+        instr.takes(*map_arguments(lambda var: renamed.get(var, var), instr))
         instr.writes = tuple(renamed.get(var, var) for var in instr.writes)
 
 

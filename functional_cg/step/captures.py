@@ -24,7 +24,8 @@ from ..stages.lower.compiled import announce, lower
 from ..stages.passes.grouping import group_collectives
 from ..stages.passes.rewrite import rewrite
 from ..stages.plan import Buffers
-from ..stages.run.capture import Backend, backend_for, scratch
+from ..stages.run.capture import Backend, CUDABackend, backend_for
+from ..stages.run.memory import scratch
 from ..stages.run.poison import Poisoned
 from ..stages.run.replay import MISS, Bound, Stats, finisher, recorder, replayer
 from ..stages.trace.footprint import inspection_of
@@ -346,22 +347,21 @@ class Transform:
         return captured
 
     def _capture(self, call: Call, lowered: Lowered) -> Captured:
-        program = lowered.program
         self._backend = self._backend or backend_for(call.device)
         staging = Staging(lowered.layout.specs, call.device)
         staging.copy_in(call.live)
         slots = [slot for s in call.states for slot in s.arena.slots[s.start : s.stop]]
-        constants = [c.value.to(c.var.spec.device, copy=True) for c in program.constants]
+        constants = [c.value.to(c.var.spec.device, copy=True) for c in lowered.program.constants]
         for s in call.states:
             s.arena.join()
         buffers = Buffers(slots, staging.slots, constants)
+        spare = functools.partial(scratch, buffers, lowered.reference.unchecked.slots)
+        if isinstance(self._backend, CUDABackend):
+            lowered.plan = self._backend.choose_lanes(lowered.plan, buffers, spare)
         if self._options.certify and lowered.plan.compiled and lowered.certificate is None:
             arenas = [state.arena for state in call.states]
             lowered.certificate = certify(lowered, buffers, arenas, self._backend, self._options.certify)
-        free = lowered.reference.unchecked.slots
-        replay = self._backend.capture(
-            lowered.plan, buffers, lambda: Buffers(scratch(slots, free), staging.slots, constants)
-        )
+        replay = self._backend.capture(lowered.plan, buffers, spare)
         replay = Poisoned(replay, staging.slots) if "poison" in str(self._options.debug) else replay
         bound = [Bound(s.position, s.arena, s.start, s.stop) for s in call.states]
         run = replayer(
@@ -372,11 +372,11 @@ class Transform:
             unchanged=self._unchanged(lowered),
             staging=staging,
             replay=replay,
-            taps=recorder(program, self.taps),
+            taps=recorder(lowered.program, self.taps),
             stats=self.stats,
         )
-        finish = finisher(self._name, program, donates=self._donates)
-        known = on_same_values(run, program, bound)
+        finish = finisher(self._name, lowered.program, donates=self._donates)
+        known = on_same_values(run, lowered.program, bound)
         return Captured.of(known, finish, replay, call, constants, lowered, self.stats)
 
     def _drop_spares(self) -> None:

@@ -30,7 +30,8 @@ from ..shards.mesh import Mesh
 from ..shards.peers import on_any
 from ..stages.lower.regions import RegionsPlan
 from ..stages.plan import Buffers
-from ..stages.run.capture import Backend, CUDABackend, scratch
+from ..stages.run.capture import Backend, CUDABackend
+from ..stages.run.memory import scratch
 from ..stages.trial.judge import Difference, load_kernels, miscompiled
 from ..stages.trial.trial import Certificate, Trial, TrialOfFunctions
 from ..state.arena import Arena
@@ -80,7 +81,7 @@ def _certificate(lowered: Lowered, buffers: Buffers, arenas: Sequence[Arena], as
     on_gpu = any(one.is_cuda for one in (*buffers.slots, *buffers.inputs))
     with ThreadPoolExecutor(1) as meanwhile:  # kernels load while the plan compiles
         loaded = [meanwhile.submit(load_kernels, _gpu(buffers))] if on_gpu else []
-        trial.rehearse(buffers, scratch(buffers.slots, lowered.reference.unchecked.slots))
+        trial.rehearse(buffers, scratch(buffers, lowered.reference.unchecked.slots).slots)
     for one in loaded:
         one.result()
     of = _InPlace.of(buffers, written, arenas, asked) if on_gpu else _Copied.of(buffers, arenas)

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 
 from ..messages.html import Html, bar, card, fold, line, table
 from ..messages.units import size_of
-from ..stages.lifetimes import alive_at_peak, storage_bytes
-from ..stages.passes.fused import written_pairs
+from ..stages.lifetimes import alive_at_peak
 from ..stages.program import Instr, Program, Var
-from ..stages.schedule import Schedule, schedule
+from ..stages.schedule import Schedule, schedule, temporaries
 from ..stages.template import unrolled
 from ..state.outline import columns
 
-__all__ = ["MemoryAnalysis", "Owner", "Peak", "memory_analysis", "temporaries"]
+__all__ = ["MemoryAnalysis", "Owner", "Peak", "memory_analysis"]
 
 _ROLE = re.compile(r"\w+\.\w+")
 _SHOWN = 12
@@ -136,19 +135,6 @@ class Peak:
         if sum(map(sizes.__getitem__, most)) >= staged + sum(map(sizes.__getitem__, left)):
             staged, left = 0, most
         return cls(tuple((makers[one], sizes[one]) for one in left), staged)
-
-
-def temporaries(program: Program, plan: Schedule) -> dict[int, int]:
-    """Return the bytes of each storage that a program computes besides its slots, inputs and constants.
-
-    A fused optimizer call of the tail computes none: it writes its results in place.
-    """
-    sizes = storage_bytes(program.instrs)
-    targets = [*program.slots, *program.inputs, *(known.var for known in program.ranges)]
-    targets += [var for instr in plan.fused if written_pairs(instr) for var in instr.outputs()]
-    for var in (*targets, *(constant.var for constant in program.constants)):
-        sizes.pop(var.storage, None)
-    return sizes
 
 
 def memory_analysis(program: Program, on_lanes: int = 0) -> MemoryAnalysis:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.stages.branches.plan import BranchedPlan
+from functional_cg.stages.run.capture import CUDABackend
 from functional_cg.testing import assert_trees_all_equal
 from functional_cg.testing import strategies as fst
 from tests.branched import schedules
@@ -109,6 +110,53 @@ def test_a_compiled_step_has_the_bits_of_its_line() -> None:
             mlp_step, fcg.snapshot(mlp_state()), calls, number, "inductor", exact=False
         )
         assert "units of work on" in words, words
+
+
+class Told(CUDABackend):
+    """Measures, and is told another result."""
+
+    def __init__(self, in_line: float, on_lanes: float) -> None:
+        super().__init__(torch.device("cuda", torch.cuda.current_device()))
+        self.told, self.measured = [in_line, on_lanes], []
+
+    def _milliseconds(self, replays: Any) -> list[float]:
+        self.measured += super()._milliseconds(replays)
+        return self.told
+
+
+@needs_gpu
+@pytest.mark.parametrize("on_lanes", [0.5, 2.0])
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+def test_what_was_measured_to_be_faster_runs_and_the_state_is_left_alone(
+    lowering: Any, on_lanes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default, of what an estimate takes for faster; nothing of the measurement is left."""
+    monkeypatch.setattr("functional_cg.stages.branches.choice._GAIN", 0.5)
+
+    def networks(state: Any, x: Tensor) -> Any:
+        new = {name: (w + (x @ w).clamp(-4, 4).mT @ x).clamp(-8, 8) for name, w in state["w"].items()}
+        return {"w": new, "count": state["count"] + 1}, {name: w.sum() for name, w in new.items()}
+
+    start = {
+        "w": {name: torch.eye(64, device=DEVICE) * number for number, name in enumerate("abcd")},
+        "count": torch.tensor(0, device=DEVICE),
+    }
+    backend = Told(1.0, on_lanes)
+    step = fcg.graph_step(networks, lowering=lowering, backend=backend)
+    state, eager = fcg.place(start), fcg.place(start)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(CALLS):
+        x = torch.randint(-2, 3, (8, 64), generator=generator).to(DEVICE, torch.float32)
+        state, metrics = step(state, x)
+        eager, expected = step.eager(eager, x)
+        assert_trees_all_equal((fcg.snapshot(state), metrics), (fcg.snapshot(eager), expected))
+    assert (step.stats.captures, step.stats.replays) == (1, CALLS)
+    assert len(backend.measured) == 2
+    assert all(0 < one < 100 for one in backend.measured), backend.measured
+    words = step.explain()
+    assert f"measured {on_lanes:.3f} ms on" in words, words
+    assert ("units of work on" in words) == (on_lanes < 1), words
+    step.close()
 
 
 @needs_gpu

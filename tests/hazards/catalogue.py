@@ -988,5 +988,9 @@ HAZARDS = (
     _row(196, 2, "N171", "the copy of a state that a warm-up runs on stays, as large as the state",
          "impossible: a bound plan makes no cycle; a capture looks for garbage if something else keeps the copy",
          "templates::test_a_bound_plan_is_freed_by_reference_counts_alone"),
+    _row(197, 2, "N175", "a step is slower on lanes than in one line, or measuring that changes its state",
+         "impossible: both are measured on memory of their own, before the first call changes the state",
+         "compiled_branches::test_lanes_stay_if_they_are_measured_to_be_faster",
+         "branches_cuda::test_what_was_measured_to_be_faster_runs_and_the_state_is_left_alone"),
 )
 # fmt: on

@@ -224,4 +224,11 @@ BRANCHES = (
         ),
         no_gpu="told on the host",
     ),
+    Mutant(
+        "N175",
+        "lanes that gain less than a measurement can tell replace one line",
+        (("    if on_lanes * _FASTER < in_line:\n", "    if on_lanes < in_line:\n"),),
+        ("tests/test_compiled_branches.py::test_lanes_stay_if_they_are_measured_to_be_faster[aten-0.98]",),
+        no_gpu="told on the host",
+    ),
 )

@@ -427,8 +427,8 @@ MUTANTS = (
         "warm-up is not rolled back: it runs on the state's own slots",
         (
             (
-                "Buffers(scratch(slots, free), staging.slots, constants)",
-                "Buffers(slots, staging.slots, constants)",
+                "spare = functools.partial(scratch, buffers, lowered.reference.unchecked.slots)",
+                "spare = lambda: buffers",
             ),
         ),
         (
@@ -698,8 +698,8 @@ MUTANTS = (
         "a constant is the caller's own memory",
         (
             (
-                "device, copy=True) for c in program.constants]\n        for s in call",
-                "device) for c in program.constants]\n        for s in call",
+                "device, copy=True) for c in lowered.program.constants]\n        for s in call",
+                "device) for c in lowered.program.constants]\n        for s in call",
             ),
         ),
         (f"{BETWEEN}test_a_constant_is_a_copy",),
@@ -881,7 +881,7 @@ MUTANTS = (
     Mutant(
         "N84",
         "the value of a buffer that was read on the host is compared on the slow path alone",
-        (("known = on_same_values(run, program, bound)", "known = run"),),
+        (("known = on_same_values(run, lowered.program, bound)", "known = run"),),
         (
             "tests/test_supposed.py::test_a_checkpoint_with_another_value_is_refused",
             "tests/test_supposed.py::test_another_value_is_refused_wherever_it_comes_from",

@@ -226,7 +226,8 @@ def test_memory_and_explanation_of_branches() -> None:
 
 def test_what_runs_in_one_line_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(4, 4)
-    assert "branches" not in str(fcg.graph_step(heads).lower(fcg.place(start()), x))
+    for default in ({}, {"branches": "auto"}, {"compile_once": True, "lowering": "inductor"}):
+        assert "branches" not in str(fcg.graph_step(heads, **default).lower(fcg.place(start()), x))
     on_host = fcg.graph_step(heads, branches=2).lower(fcg.place(start()), x)
     assert "branches: none, a CPU runs one call at a time" in str(on_host)
     own = fcg.graph_step(heads, branches=2, backend=CPUBackend()).lower(fcg.place(start()), x)

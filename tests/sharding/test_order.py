@@ -9,14 +9,17 @@ from typing import Any
 
 import hypothesis
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from functional_cg.options import Options
 from functional_cg.shards.collectives import WAIT, is_collective
 from functional_cg.stages.branches.listing import Timeline, in_line, listed
 from functional_cg.stages.branches.order import beside_collectives
 from functional_cg.stages.branches.races import refuse_races
 from functional_cg.stages.branches.units import LINK, Unit
+from functional_cg.stages.lower.compiled import lower
 from functional_cg.stages.program import Instr, Program
 from tests.sharding.test_grouping import DEVICES, Builder, many, programs, values
 
@@ -90,6 +93,23 @@ def test_of_a_program_the_reduction_on_the_critical_way_is_put_first() -> None:
     found = [instr for instr in traced.instrs if is_collective(instr.op)]
     assert found == [second, first], traced.notes
     assert traced.notes[0].startswith("order: chosen, estimated"), traced.notes
+
+
+def test_lanes_beside_collectives_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank on lanes runs its step once before the capture: alone, if another estimates that they do not pay."""
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    program = Builder(slots=1)
+    a = program.slots[0]
+    both = [program.wait(program.sum(program.add(a, a))) for _ in range(2)]
+    reference: Any = None
+    plans = []
+    for options in (Options(lowering="aten"), Options(lowering="aten", branches=3), Options()):
+        traced = program_of(program, both)
+        plans.append(lower(traced, torch.device("cuda"), options, reference).branches)
+        assert traced.notes[0].startswith("order: "), traced.notes
+    why = "branches: none, beside collectives a number of lanes has to be asked for"
+    assert plans[0] == plans[2] == why
+    assert "one of them for 2 collectives" in plans[1]
 
 
 def test_units_behind_a_late_collective_let_others_pass() -> None:

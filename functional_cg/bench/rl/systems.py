@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import functional_cg as fcg
 
-from ..system import LANES, OURS, System, Unavailable, nothing, there, waiter
+from ..system import LANES, LINE, OURS, System, Unavailable, nothing, there, waiter
 from ..systems.by_hand import captured, cudagraph_module, forget
 from ..systems.of_step import of_step
 from ..workloads import Batch
@@ -24,6 +25,7 @@ from .workloads import LearnerWorkload
 
 __all__ = ["of_learner"]
 
+_BRANCHES = MappingProxyType({LANES: "auto", LINE: 1})
 _COMPILED = ("compile", "reduce-overhead", "hand-graph-compiled", "cudagraph-module")
 
 
@@ -40,7 +42,7 @@ def of_learner(name: str, work: LearnerWorkload, device: torch.device, batches: 
     """
     if name == "jax":
         return in_jax(work, device, batches)
-    if name in (*OURS, LANES):
+    if name in (*OURS, LANES, LINE):
         return _ours(name, work, device, batches)
     if device.type != "cuda" and name not in ("eager", "compile"):
         raise Unavailable("needs CUDA graphs")
@@ -66,11 +68,10 @@ def of_learner(name: str, work: LearnerWorkload, device: torch.device, batches: 
 
 
 def _ours(name: str, work: LearnerWorkload, device: torch.device, batches: Sequence[Batch]) -> System:
-    if name == LANES and device.type != "cuda":
+    if name in _BRANCHES and device.type != "cuda":
         raise Unavailable("is made for GPUs")
-    options: dict[str, Any] = (
-        {"branches": "auto"} if name == LANES else {"compile_once": work.learned.compile_once}
-    )
+    once = {"compile_once": work.learned.compile_once}
+    options: dict[str, Any] = {"branches": _BRANCHES[name]} if name in _BRANCHES else once
     lowering: Any = "aten" if name == "ours-aten" else "inductor"
     step: Any = fcg.graph_step(work.learned.step, lowering=lowering, **options)
     return replace(of_step(step, work.learned.state(device), device, there(batches, device)), name=name)

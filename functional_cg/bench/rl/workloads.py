@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..system import LANES, OURS
+from ..system import LANES, LINE, OURS
 from ..workloads import Batch, Params, Workload
 from .dqn import Dqn
 from .dreamer import Dreamer
@@ -38,7 +38,7 @@ class LearnerWorkload(Workload):
     @property
     def systems(self) -> tuple[str, ...]:
         """Names of the systems that support the workload."""
-        lanes = (LANES,) if self.learned.branches else ()
+        lanes = (LANES, LINE) if self.learned.branches else ()
         return (*OURS, *lanes, *_OTHERS)
 
     def describe(self) -> str:

@@ -16,7 +16,7 @@ import functional_cg as fcg
 from ..modules import ModuleWorkload
 from ..rl.systems import of_learner
 from ..rl.workloads import LearnerWorkload
-from ..system import BETAS, EPS, FEW, FEW_LEAVES, OURS, VARIANTS, System, Unavailable, there, waiter
+from ..system import BETAS, EPS, FEW, FEW_LEAVES, LINE, OURS, VARIANTS, System, Unavailable, there, waiter
 from ..workloads import MANY_LEAVES, Batch, Workload
 from . import rules
 from .by_hand import by_hand, in_tensordict
@@ -76,7 +76,8 @@ def _ours(name: str, work: Workload, device: torch.device, batches: Sequence[Bat
     if name in ("ours-host", "ours-prefetch"):
         return replace(_from_host(name, lowering, work, device, batches), name=name)
     trained = replace(work, leaves=FEW_LEAVES) if name == FEW else work
-    system = ours(lowering, trained, device, there(batches, device), variant=name)
+    options = {"branches": 1} if name == LINE else {}
+    system = ours(lowering, trained, device, there(batches, device), variant=name, **options)
     return replace(system, name=name)
 
 

@@ -59,7 +59,7 @@ def choose(
             return one if one.lanes > 1 else replace(line, why=why)
         elif one.micros * (_GAIN if best is line else _MORE) <= best.micros:
             best = one
-    return best if best is not line else replace(line, why=why)
+    return replace(best, estimated=True) if best is not line else replace(line, why=why)
 
 
 def in_advance(line: Timeline, asked: Branches) -> str:

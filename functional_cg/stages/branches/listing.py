@@ -57,12 +57,16 @@ class Timeline:
       places: Their places.
       lanes: The number of lanes in use.
       why: If it is one, why; empty if nothing else was asked for.
+      estimated: Whether an estimate alone says that it is faster than one line.
+      measured: What was measured, in words; empty if nothing was.
     """
 
     units: Sequence[Unit]
     places: Sequence[Place]
     lanes: int
     why: str = ""
+    estimated: bool = False
+    measured: str = ""
 
     @property
     def micros(self) -> float:
@@ -97,7 +101,8 @@ class Timeline:
             f"branches: {count(len(self.units), 'unit')} of work on {self.lanes} lanes with {count(waits, 'wait')}"
             + f", one of them for {count(links, 'collective')}" * bool(links)
             + f"; estimated {self.micros:,.0f} us, in one line {line.micros:,.0f} us; "
-            f"{size_of(max(self.taken - line.taken, 0))} of memory in addition, workspaces for products included"
+            + f"{self.measured}; " * bool(self.measured)
+            + f"{size_of(max(self.taken - line.taken, 0))} of memory in addition, workspaces for products included"
         )
 
     def collectives(self, shown: int = 12) -> list[str]:

@@ -20,10 +20,11 @@ from .rehearsal import Rehearsal
 from .source import on_lanes, pairs
 from .units import Memory, Unit, accesses, after_checks
 
-__all__ = ["Branched", "BranchedPlan", "Lanes", "Spread", "bound"]
+__all__ = ["Branched", "BranchedPlan", "Lanes", "Spread", "bound", "faster"]
 
 Spread = Callable[[Sequence[Unit], frozenset[Memory]], Timeline]
 
+_FASTER = 1.03  # the least measured gain that keeps lanes
 _FIRST = 4  # lines of the generated function before its calls
 
 
@@ -74,6 +75,14 @@ class Branched(ExecutionPlan, Protocol):
         """Bind the plan to buffers and lanes."""
         ...
 
+    def in_line(self) -> ExecutionPlan:
+        """Return the plan of the same program that is made for one line."""
+        ...
+
+    def keep(self, measured: str) -> None:
+        """Stay on lanes, and say what was measured."""
+        ...
+
 
 class BranchedPlan(AtenPlan):
     """Runs ATen calls one by one, or on lanes.
@@ -115,6 +124,15 @@ class BranchedPlan(AtenPlan):
             self._tell()
         self._rehearsed = True
 
+    def in_line(self) -> ExecutionPlan:
+        """Return the plan of the same program that is made for one line."""
+        return AtenPlan(self.program, self._plan)
+
+    def keep(self, measured: str) -> None:
+        """Stay on lanes, and say what was measured."""
+        self.timeline = replace(self.timeline, estimated=False, measured=measured)
+        self._tell()
+
     def _tell(self) -> None:
         self.branches = str(self.timeline)
         self.temporaries = self.timeline.peak if self.timeline.lanes > 1 else 0
@@ -132,14 +150,14 @@ class BranchedPlan(AtenPlan):
             "units": self.timeline.units,
             "places": self.timeline.places,
         }
-        names["note"] = partial(note, self._program.function, sites, lambda: None)
+        names["note"] = partial(note, self.program.function, sites, lambda: None)
         source = self._on_lanes(sites, rehearsed=rehearsal is not None)
-        exec(compile(source, f"<branches of {self._program.function}>", "exec"), names)
+        exec(compile(source, f"<branches of {self.program.function}>", "exec"), names)
         return names.pop("run")  # type: ignore[no-any-return]
 
     def _units(self) -> Iterator[Unit]:
         """Yield the units in the order of the line."""
-        plan, program = self._plan, self._program
+        plan, program = self._plan, self.program
         for i in sorted(plan.written_constants):
             var = program.constants[i].var
             unit = self._copy(f"clone of {var!r}", self._constant_line(i), (), var.storage, var)
@@ -239,3 +257,20 @@ def bound(
         return run
     plan.rehearse(spare)
     return run if plan.timeline.lanes == 1 else plan.bind_to(buffers, lanes(plan.timeline.lanes))
+
+
+def faster(lanes: Branched, on_lanes: float, line: ExecutionPlan, in_line: float) -> ExecutionPlan:
+    """Return the plan that was measured to be faster, which says so.
+
+    Args:
+      lanes: A plan on lanes.
+      on_lanes: Milliseconds that a replay of it takes.
+      line: The plan of the same program for one line.
+      in_line: Milliseconds that a replay of that takes.
+    """
+    said = f"measured {on_lanes:.3f} ms on {lanes.timeline.lanes} lanes, {in_line:.3f} ms in one line"
+    if on_lanes * _FASTER < in_line:
+        lanes.keep(said)
+        return lanes
+    line.branches = f"branches: none, {said}"
+    return line

@@ -27,7 +27,7 @@ from ..passes.out_of_place import write_out_of_place
 from ..passes.recompute import keep_as_buffers, recompute
 from ..passes.summed_products import join_summed_products
 from ..plan import AtenPlan, Buffers, ExecutionPlan, Run, lower_aten
-from ..program import Instr, Program, Var, highest, map_vars
+from ..program import Instr, Program, Var, highest, map_arguments
 from ..schedule import Schedule, schedule
 from ..template import calls_of
 from ..trial.reference import Reference
@@ -42,6 +42,8 @@ from .regions import RegionsPlan
 
 __all__ = ["HeadPlan", "announce", "in_parts", "lower", "prepare", "without_lanes"]
 
+_FULL = "its values are so large that each kernel fills the device"
+_TOLD = "since algorithms have to be deterministic, and a measurement chooses lanes"
 _LARGE = 2**20  # bytes: recomputing or storing a smaller value takes a kernel longer than it is worth
 
 
@@ -60,18 +62,23 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
       options: The options of the step.
       reference: The program as traced, which finds the user's line for an exception from a compiled function.
     """
-    on_gpu, choice = device.type == "cuda", options.lowering
-    asked = options.branches != 1
+    on_gpu, choice, told = device.type == "cuda", options.lowering, ""
+    auto, in_stages = options.branches == "auto", any(instr.region for instr in program.instrs)
+    asked = options.branches != 1 and not options.compile_once and not (auto and in_stages)
     why = without_lanes(device, options.backend) if asked else ""
     if choice == "aten" or (choice == "auto" and not on_gpu):
         if asked and not why:
             program.instrs = calls_of(program.instrs)
             beside_collectives(program, device, _held(program), options.branch_memory)
-            return BranchedPlan(program, schedule(program), _spread(program, options))
+            line = _not_unasked(program) if auto else ""
+            if not line:
+                return BranchedPlan(program, schedule(program), _spread(program, options))
+            told = f"branches: none, {line}"
         plan: ExecutionPlan = lower_aten(program)
+        plan.branches = told
     else:
         plan = _compiled(program, device, options, reference, lanes=asked and not why)
-    if asked and not plan.branches:
+    if asked and not auto and not plan.branches:
         plan.branches = f"branches: none, {why or 'with this lowering it runs in one line'}"
     return plan
 
@@ -154,8 +161,21 @@ def _held(program: Program) -> int:
 def _fills_a_line(program: Program, options: Options) -> str:
     """Return why a compiled step is not worth lanes, from what is known before it is compiled; empty if it may be."""
     if largest(program) > SMALL:
-        return "its values are so large that each kernel fills the device"
-    return in_advance(in_line(launches_of(program)), options.branches)
+        return _FULL
+    line = ""
+    if options.branches == "auto":
+        line = _TOLD if torch.are_deterministic_algorithms_enabled() else _not_unasked(program)
+    return line or in_advance(in_line(launches_of(program)), options.branches)
+
+
+def _not_unasked(program: Program) -> str:
+    """Return why a program runs in one line if nobody asks for a number of lanes, whatever its calls take.
+
+    A step on lanes is rehearsed before its capture. So ranks have to agree on that, or one would wait for the others.
+    """
+    if collects(program):
+        return "beside collectives a number of lanes has to be asked for"
+    return _FULL if largest(program) > SMALL else ""
 
 
 def prepare(program: Program, *, budget: float | None = None, large: int = _LARGE) -> None:
@@ -250,8 +270,8 @@ def _around(
         return names.get(var, var)
 
     def renamed(instr: Instr) -> Instr:
-        kwargs = {name: map_vars(new, value) for name, value in instr.kwargs.items()}
-        return replace(instr, args=map_vars(new, instr.args), kwargs=kwargs)
+        args, kwargs = map_arguments(new, instr)
+        return replace(instr, args=args, kwargs=kwargs)
 
     fused = list(map(renamed, plan.fused))
     call = Instr(head, tuple(arguments), {}, [*metrics, *names.values()], (), None)

@@ -14,7 +14,7 @@ from ...ambient.modes import ordinary, without_gradients
 from ...concurrency.interrupts import uninterrupted
 from ...shards.transfers import is_between_ranks
 from ..branches.function import Launches
-from ..branches.listing import in_line
+from ..branches.listing import Timeline, in_line
 from ..branches.plan import Lanes, Spread
 from ..branches.wrapper import UnknownStatement, Wrapper
 from ..fx_passes.canonical import pick_by_comparison
@@ -23,7 +23,7 @@ from ..fx_passes.logits import has_large_logits, read_targets_first
 from ..fx_passes.products import batch_gradients
 from ..passes.fused import group_size, in_place, split_light, written_pairs
 from ..passes.rewrite import clears, range_tensor
-from ..plan import Before, Buffers, Run, evaluate, evaluate_all
+from ..plan import Before, Buffers, ExecutionPlan, Run, evaluate, evaluate_all
 from ..program import Instr, Program, Var
 from ..schedule import Schedule, schedule
 from .arguments import by_itself
@@ -75,7 +75,7 @@ class InPlacePlan:
         self._graph.recompile()
         self._compiled: Callable[..., Any] | None = None
         self._launches: Launches | None = None
-        self.timeline, self.temporaries = in_line(()), 0
+        self.timeline, self.temporaries = replace(in_line(()), estimated=spread is not None), 0
         self.branches = f"branches: none, {why}" if why else ""
         if spread is not None:
             self.branches = "branches: told once it is compiled"
@@ -102,7 +102,10 @@ class InPlacePlan:
         if self._compiled is None:
             with ordinary():
                 without_gradients()
-                self._compiled = self._beside(arguments, padded=bool(after)) or self._in_line(arguments)
+                if self._spread is not None:
+                    self._beside(self._spread, arguments, padded=bool(after))
+                if self._compiled is None:
+                    self._compiled = self._compile(arguments, beside=False)
         compiled, count = self._compiled, len(self.schedule.outputs)
         update = self._updates(tensors, tick)
 
@@ -121,7 +124,7 @@ class InPlacePlan:
             with ordinary():
                 without_gradients()
                 self._launches.rehearse(*self._arguments(buffers))
-            self._tell(self._launches)
+            self._tell(self._launches.timeline)
 
     def bind_to(self, buffers: Buffers, lanes: Lanes) -> Run:
         assert self._launches is not None
@@ -133,6 +136,16 @@ class InPlacePlan:
                 return launch(before)
 
         return run
+
+    def in_line(self) -> ExecutionPlan:
+        """Return the plan of the same program that is compiled for one line."""
+        return InPlacePlan(self._program, self._device)
+
+    def keep(self, measured: str) -> None:
+        """Stay on lanes, and say what was measured."""
+        assert self._launches is not None
+        self._launches.timeline = replace(self._launches.timeline, estimated=False, measured=measured)
+        self._tell(self._launches.timeline)
 
     def _arguments(self, buffers: Buffers) -> tuple[list[Tensor], Sequence[Callable[[], Any]]]:
         """Return the arguments of the function, and what to call after it."""
@@ -163,47 +176,50 @@ class InPlacePlan:
 
         return update
 
-    def _beside(self, arguments: Sequence[Tensor], *, padded: bool) -> Callable[..., Any] | None:
-        """Compile to launches that run side by side; None if that does not pay."""
-        if self._spread is None:
-            return None
+    def _beside(self, spread: Spread, arguments: Sequence[Tensor], *, padded: bool) -> None:
+        """Compile to launches that run side by side; compile nothing if that does not pay."""
         compiled = self._compile(arguments, beside=True)
-        found, program = opened(compiled), self._program
+        found, timeline = opened(compiled), in_line(())
         if found is None:
-            self.branches = "branches: none, torch's compiler does not show what it wrote"
-            return None
-        entering = [*self._entrance.slots, *program.inputs, *(c.var for c in program.constants)]
-        memory = [f"argument {var.storage}" for var in entering]
-        source, names = found
-        try:
-            launches = Launches(
-                program.function,
-                Wrapper(source, names, memory),
-                names,
-                arguments,
-                count=len(self.schedule.outputs),
-                padded=memory if padded else (),
-                spread=self._spread,
-            )
-        except UnknownStatement as error:
-            self.branches = f"branches: none, `{error}` is not known to be a launch"
-            return None
-        self._tell(launches)
-        if launches.timeline.lanes == 1:
-            return None
-        self._launches = launches
-        return compiled
-
-    def _tell(self, launches: Launches) -> None:
-        self.timeline, self.branches = launches.timeline, str(launches.timeline)
-        self.temporaries = self.timeline.peak if self.timeline.lanes > 1 else 0
-
-    def _in_line(self, arguments: Sequence[Tensor]) -> Callable[..., Any]:
-        """Compile to few launches."""
-        if self._spread is not None:
+            timeline = replace(timeline, why="torch's compiler does not show what it wrote")
+        else:
+            try:
+                launches = self._launches_of(*found, arguments, spread, padded=padded)
+                timeline = launches.timeline
+            except UnknownStatement as error:
+                timeline = replace(timeline, why=f"`{error}` is not known to be a launch")
+        if timeline.lanes > 1:
+            self._compiled, self._launches = compiled, launches
+        else:
             self._suit_one_line()
             self._graph.recompile()
-        return self._compile(arguments, beside=False)
+        self._tell(timeline)
+
+    def _launches_of(
+        self,
+        source: str,
+        names: dict[str, Any],
+        arguments: Sequence[Tensor],
+        spread: Spread,
+        *,
+        padded: bool,
+    ) -> Launches:
+        program = self._program
+        entering = [*self._entrance.slots, *program.inputs, *(c.var for c in program.constants)]
+        memory = [f"argument {var.storage}" for var in entering]
+        return Launches(
+            program.function,
+            Wrapper(source, names, memory),
+            names,
+            arguments,
+            count=len(self.schedule.outputs),
+            padded=memory if padded else (),
+            spread=spread,
+        )
+
+    def _tell(self, timeline: Timeline) -> None:
+        self.timeline, self.branches = timeline, str(timeline)
+        self.temporaries = self.timeline.peak if self.timeline.lanes > 1 else 0
 
     def _suit_one_line(self) -> None:
         """Change the graph as suits one line; on lanes, weight gradients run beside the chain of the others."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..program import Instr, Program, Var, map_vars, written_storages
+from ..program import Instr, Program, Var, map_arguments, written_storages
 
 __all__ = ["share_equal_calls"]
 
@@ -72,5 +72,5 @@ def _renamed(instr: Instr, names: dict[Var, Var]) -> Instr:
     def new(var: Var) -> Var:
         return names.get(var, var)
 
-    kwargs = {name: map_vars(new, value) for name, value in instr.kwargs.items()}
-    return replace(instr, args=map_vars(new, instr.args), kwargs=kwargs)
+    args, kwargs = map_arguments(new, instr)
+    return replace(instr, args=args, kwargs=kwargs)

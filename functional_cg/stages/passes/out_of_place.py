@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..program import Instr, Program, Var, highest, map_vars
+from ..program import Instr, Program, Var, highest, map_arguments, map_vars
 
 __all__ = ["write_out_of_place"]
 
@@ -87,8 +87,8 @@ def _result(call: Instr) -> _Layout:
     def empty(var: Var) -> Any:
         return torch.empty_strided(var.spec.shape, var.spec.stride, dtype=var.spec.dtype, device="meta")
 
-    kwargs = {name: map_vars(empty, value) for name, value in call.kwargs.items()}
-    made = call.op(*map_vars(empty, call.args), **kwargs)
+    args, kwargs = map_arguments(empty, call)
+    made = call.op(*args, **kwargs)
     return tuple(made.shape), made.stride(), made.dtype
 
 
@@ -104,9 +104,6 @@ def _last(following: dict[T, T], at: T) -> T:
 
 def _renamed(instr: Instr, names: dict[Var, Var]) -> Instr:
     new = partial(_last, names)
-
-    kwargs = {name: map_vars(new, value) for name, value in instr.kwargs.items()}
+    args, kwargs = map_arguments(new, instr)
     out = map_vars(new, instr.out) if instr.writes else instr.out
-    return replace(
-        instr, args=map_vars(new, instr.args), kwargs=kwargs, out=out, writes=tuple(map(new, instr.writes))
-    )
+    return replace(instr, args=args, kwargs=kwargs, out=out, writes=tuple(map(new, instr.writes)))

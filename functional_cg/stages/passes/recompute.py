@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..fx_passes.old_values import KEPT, LATER
-from ..program import Instr, Program, Var, highest, map_vars
+from ..program import Instr, Program, Var, highest, map_arguments, map_vars
 from .min_cut import Choice, Forward, recomputed, stored
 
 __all__ = ["keep_as_buffers", "recompute"]
@@ -155,6 +155,5 @@ def _renamed(instr: Instr, names: dict[Var, Var]) -> Instr:
     def new(var: Var) -> Var:
         return names.get(var, var)
 
-    kwargs = {name: map_vars(new, value) for name, value in instr.kwargs.items()}
-    args: Sequence[object] = map_vars(new, instr.args)
+    args, kwargs = map_arguments(new, instr)
     return replace(instr, args=tuple(args), kwargs=kwargs, out=map_vars(new, instr.out))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,16 +20,16 @@ from ...concurrency.interrupts import uninterrupted
 from ...concurrency.streams import current_device
 from ...errors import CaptureError, FunctionalCGError, StreamError
 from ...errors.words import words_of
-from ...tensors.aten import copies
-from ..branches.plan import Lanes, bound
-from ..plan import Before, Buffers, ExecutionPlan, quiet
+from ..branches.plan import Branched, Lanes, bound, faster
+from ..plan import Before, Buffers, ExecutionPlan, Run, quiet
+from .reserve import at_once
 
-__all__ = ["Backend", "CPUBackend", "CUDABackend", "Replay", "backend_for", "scratch"]
+__all__ = ["Backend", "CPUBackend", "CUDABackend", "Replay", "backend_for"]
 
 _WARM_UPS = 2
 _CROSSES_THE_BORDER = ("unjoined work", "uncaptured work")  # in the driver's messages on streams and events
 _LATER = "previous error during capture"
-_FEW = 3  # up to this many clones cost less than one grouped copy
+_ROUNDS, _ROUND_MS, _SECONDS = 12, 4.0, 0.2  # of a measurement: at most, at least, and at most
 
 
 class Replay(Protocol):
@@ -139,6 +141,7 @@ class CUDABackend:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
+        self._in_use = False  # whether a capture has taken from the pool
         self._streams: tuple[torch.cuda.Stream, ...] = ()
 
     @contextlib.contextmanager
@@ -178,30 +181,97 @@ class CUDABackend:
                 del warm, spare
                 if not all(one.expired() for one in memory):
                     gc.collect()  # a reference cycle holds it; to look for that takes a second
-            graph = torch.cuda.CUDAGraph()
-            # A stream may be another one's underneath, with a workspace from elsewhere that whoever made it may free;
-            # and what runs on it later may not use that of the graph, which may be replayed meanwhile.
-            _free_workspaces()
-            try:
-                with (
-                    no_garbage_collection(),  # no finalizer may destroy graphs or events while a stream is capturing
-                    _empty_graphs_are_fine(),
-                    torch.cuda.graph(
-                        graph, pool=self._pool, stream=self._streams[1], capture_error_mode="thread_local"
-                    ),
-                ):
-                    static = run(())
-            except BaseException as error:
-                _abandon(graph, self._pool, self._device)
-                _free_workspaces()
-                self._pool = torch.cuda.graph_pool_handle()  # torch 2.11 considers the old one in use forever
-                if isinstance(error, FunctionalCGError) or not isinstance(error, Exception):
-                    raise
-                # Not bound to a name: that would make a reference cycle with this frame, which holds tensors.
-                raise _failure(_first(error)) from _first(error)
-            _free_workspaces()
+            # A pool is taken from by all captures of a step: later ones fill what the first has left free.
+            replay = self._graph(run, 0 if self._in_use else at_once(plan))
+            self._in_use = True
             caller.wait_stream(self._streams[1])
-            return _GraphReplay(graph, run, static, self._device)
+            return replay
+
+    def _graph(self, run: Run, reserved: int = 0) -> _GraphReplay:
+        graph = torch.cuda.CUDAGraph()
+        # A stream may be another one's underneath, with a workspace from elsewhere that whoever made it may free;
+        # and what runs on it later may not use that of the graph, which may be replayed meanwhile.
+        _free_workspaces()
+        try:
+            with (
+                no_garbage_collection(),  # no finalizer may destroy graphs or events while a stream is capturing
+                _empty_graphs_are_fine(),
+                torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._streams[1], capture_error_mode="thread_local"
+                ),
+            ):
+                if reserved:
+                    with contextlib.suppress(
+                        torch.OutOfMemoryError
+                    ):  # there may be room for smaller segments
+                        torch.empty(reserved, dtype=torch.uint8, device=self._device)
+                static = run(())
+        except BaseException as error:
+            _abandon(graph, self._pool, self._device)
+            _free_workspaces()
+            self._pool = torch.cuda.graph_pool_handle()  # torch 2.11 considers the old one in use forever
+            self._in_use = False
+            if isinstance(error, FunctionalCGError) or not isinstance(error, Exception):
+                raise
+            # Not bound to a name: that would make a reference cycle with this frame, which holds tensors.
+            raise _failure(_first(error)) from _first(error)
+        _free_workspaces()
+        return _GraphReplay(graph, run, static, self._device)
+
+    def choose_lanes(
+        self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Buffers]
+    ) -> ExecutionPlan:
+        """Return a plan, or, if an estimate has put it on lanes and is measured to be wrong, the one for one line.
+
+        Args:
+          plan: The plan.
+          buffers: As for :meth:`capture`; nothing runs on the slots.
+          scratch: Likewise.
+        """
+        if not (isinstance(plan, Branched) and plan.timeline.estimated):
+            return plan
+        with torch.cuda.device(self._device), quiet():
+            with self.aside():
+                plan.bind(buffers)  # with a compiler, compiles here, and only then knows what it may launch
+                spare = scratch()
+                if plan.timeline.estimated:
+                    plan.rehearse(spare)
+                if not plan.timeline.estimated:
+                    return plan
+                line = plan.in_line()
+                line.bind(buffers)
+                runs = [line.bind(spare), plan.bind_to(spare, self._lanes(plan.timeline.lanes))]
+                for warm in (runs[0], plan.bind(spare)):
+                    for _ in range(_WARM_UPS):
+                        warm(())
+            replays: list[_GraphReplay] = []
+            try:
+                for run in runs:
+                    replays.append(self._graph(run))
+                in_line, on_lanes = self._milliseconds(replays)
+            finally:
+                for replay in replays:
+                    replay.close()
+        return faster(plan, on_lanes, line, in_line)
+
+    def _milliseconds(self, replays: Sequence[_GraphReplay]) -> list[float]:
+        """Return what a replay of each takes at least, each in turn, until a fifth of a second has gone by."""
+        least = [math.inf for _ in replays]
+        with torch.cuda.stream(self._streams[1]):
+            start, count = time.perf_counter(), 1
+            for _ in range(_ROUNDS):
+                for number, replay in enumerate(replays):
+                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    begin.record()
+                    for _ in range(count):
+                        replay(())
+                    end.record()
+                    end.synchronize()
+                    least[number] = min(least[number], begin.elapsed_time(end) / count)
+                if time.perf_counter() - start > _SECONDS:
+                    break
+                count = max(count, int(_ROUND_MS / max(least)))
+        return least
 
     def _lanes(self, count: int) -> Lanes:
         while len(self._streams) < 1 + count:
@@ -265,22 +335,6 @@ def _failure(error: Exception) -> FunctionalCGError:
     )
 
 
-def scratch(slots: Sequence[Tensor], unchecked: Sequence[bool]) -> list[Tensor]:
-    """Make slots for warm-up: floating leaves that may hold any value share one buffer per dtype, others are copied."""
-    shares = [slot.is_floating_point() and free for slot, free in zip(slots, unchecked, strict=True)]
-    largest: dict[torch.dtype, int] = {}
-    for slot, one in zip(slots, shares, strict=True):
-        if one:
-            largest[slot.dtype] = max(largest.get(slot.dtype, 0), slot.numel())
-    shared = {
-        dtype: torch.zeros(numel, dtype=dtype, device=slots[0].device) for dtype, numel in largest.items()
-    }
-    return [
-        torch.as_strided(shared[slot.dtype], slot.shape, slot.stride()) if one else slot.clone()
-        for slot, one in zip(slots, shares, strict=True)
-    ]
-
-
 def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
     """Free a graph whose capture failed, and its memory."""
     graph.reset()
@@ -312,19 +366,3 @@ def _empty_graphs_are_fine() -> Iterator[None]:
 def backend_for(device: torch.device) -> Backend:
     """Return a new backend for the device that a state lives on."""
     return CUDABackend(device) if device.type == "cuda" else CPUBackend()
-
-
-def copy_out(static: Sequence[Tensor]) -> list[Tensor]:
-    """Copy static metrics to fresh tensors with separate storages; many of them in one grouped copy per dtype."""
-    if len(static) <= _FEW:
-        return [metric.clone() for metric in static]
-    fresh = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in static]
-    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for new, old in zip(fresh, static, strict=True):
-        into, source = groups.setdefault(new.dtype, ([], []))
-        into.append(new)
-        source.append(old)
-    for into, source in groups.values():
-        for call in copies(into, source):
-            call()
-    return fresh

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ...tensors.overlap import storage_key
 from ..plan import Before
-from .capture import Replay, copy_out
+from .capture import Replay
+from .memory import copy_out
 
 __all__ = ["Poisoned", "poison"]
 

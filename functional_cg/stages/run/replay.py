@@ -21,7 +21,8 @@ from ...transforms.debug import DEBUG_PRINT, show
 from ...transforms.taps import TAP, Taps
 from ...tree import Treedef
 from ..program import Program, Report, Var
-from .capture import Replay, copy_out
+from .capture import Replay
+from .memory import copy_out
 from .ranges import in_a_range
 
 __all__ = ["MISS", "Bound", "Stats", "finisher", "output_builder", "recorder", "replayer"]

@@ -18,7 +18,7 @@ import torch
 
 from ...state.arena import BufferSpec
 from ...tensors.aten import named_arguments
-from ..program import Instr, Var, highest_of, map_vars
+from ..program import Instr, Var, highest_of, map_arguments, map_vars
 
 __all__ = ["in_blocks"]
 
@@ -141,8 +141,7 @@ class _Divided:
         def made(var: Var) -> Var:
             return self._fresh(var.spec) if rows.sums else self._parts[var][block]
 
-        args, out = map_vars(new, instr.args), map_vars(made, instr.out)
-        kwargs = {name: map_vars(new, value) for name, value in instr.kwargs.items()}
+        (args, kwargs), out = map_arguments(new, instr), map_vars(made, instr.out)
         name = _name(instr)
         if name in _VIEWS:
             args = (args[0], [instr.out.spec.shape[0] // self._blocks, *instr.out.spec.shape[1:]])

@@ -7,7 +7,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -18,7 +17,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ...errors import CaptureError
 from ...stages.lower.in_place import InPlacePlan
 from ...stages.plan import AtenPlan, Buffers, ExecutionPlan, quiet
-from ...stages.run.capture import backend_for, scratch
+from ...stages.run.capture import backend_for
+from ...stages.run.memory import scratch
 from .kernels import Launches, Line
 
 __all__ = ["device_seconds", "times_of", "times_of_lines"]
@@ -144,9 +144,7 @@ def _replaying(
 ) -> Iterator[Act]:
     """Capture a plan on buffers; yield what copies the inputs in and replays it."""
     with quiet():
-        replay = backend_for(where[0]).capture(
-            plan, buffers, lambda: replace(buffers, slots=scratch(buffers.slots, unchecked))
-        )
+        replay = backend_for(where[0]).capture(plan, buffers, partial(scratch, buffers, unchecked))
 
         def call() -> None:
             copy_in()
