@@ -173,19 +173,22 @@ def _writes(target: Any) -> bool:
 )
 def test_calls_with_constants_that_are_equal_in_python_are_told_apart(pair: Any) -> None:
     graph = fx.Graph()
-    x = graph.placeholder("x")
-    graph.output(tuple(graph.call_function(op, (x, number)) for op, number in pair))
-    module = fx.GraphModule(torch.nn.Module(), graph)
-    x = torch.tensor([True, True])
+    given = graph.placeholder("x")
+    graph.output(tuple(graph.call_function(op, (given, number)) for op, number in pair))
+    module, x = fx.GraphModule(torch.nn.Module(), graph), torch.tensor([True, True])
     for wanted, got in zip(module(x), cored(module, x)(x), strict=True):
         assert wanted.dtype == got.dtype
         assert torch.equal(wanted, got)
 
 
 def test_an_equal_call_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    traced = []
-    call = Expander.call
-    monkeypatch.setattr(Expander, "call", lambda *given: traced.append(given[1].target) or call(*given))
+    traced, call = [], Expander.call
+
+    def counted(self: Expander, source: fx.Node, *given: Any) -> Any:
+        traced.append(source.target)
+        return call(self, source, *given)
+
+    monkeypatch.setattr(Expander, "call", counted)
     graph = fx.Graph()
     value = graph.placeholder("x")
     for _ in range(9):

@@ -61,6 +61,7 @@ FILES = {
     "parts": "tests/test_parts.py",
     "known_masks": "tests/test_known_masks.py",
     "summed": "tests/test_summed_products.py",
+    "core": "tests/test_core_graph.py",
     "templates": "tests/pipelines/test_templates.py",
     "attention": "tests/test_attention.py",
     "of_ctc": "tests/test_ctc.py",
@@ -992,5 +993,14 @@ HAZARDS = (
          "impossible: both are measured on memory of their own, before the first call changes the state",
          "compiled_branches::test_lanes_stay_if_they_are_measured_to_be_faster",
          "branches_cuda::test_what_was_measured_to_be_faster_runs_and_the_state_is_left_alone"),
+    _row(198, 1, "N176 N177 N178 N179",
+         "two calls become the same core calls though they differ, or a write is not seen in a view of its memory",
+         "impossible: calls are equal in all that a trace can tell of them, and what is read after a write is viewed "
+         "anew",
+         "core::test_a_core_graph_computes_what_the_graph_does",
+         "core::test_fake_tensors_tell_what_a_core_graph_computes",
+         "core::test_calls_with_constants_that_are_equal_in_python_are_told_apart",
+         "core::test_what_cannot_be_told_apart_is_not_written",
+         "core::test_it_is_the_graph_that_torch_itself_makes"),
 )
 # fmt: on

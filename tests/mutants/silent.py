@@ -137,4 +137,40 @@ SILENT = (
         ("tests/test_computed_reads.py::test_what_is_deleted_from_the_front_is_seen[list-del]",),
         no_gpu=NO_GPU,
     ),
+    Mutant(
+        "N176",
+        "calls that differ in the strides of a tensor become the same core calls",
+        (("        *(tensor.shape, tensor.stride(), ", "        *(tensor.shape, "),),
+        ("tests/test_core_graph.py::test_a_core_graph_computes_what_the_graph_does",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N177",
+        "calls whose constants are equal in Python, but not to torch, become the same core calls",
+        (("(node.target, repr(arguments))", '(node.target, repr(arguments).replace(".0", ""))'),),
+        (
+            "tests/test_core_graph.py::"
+            "test_calls_with_constants_that_are_equal_in_python_are_told_apart[an integer and a float]",
+        ),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N178",
+        "a view is what it was before its memory was written",
+        (
+            (
+                "        if view is not None and value.writes != value.memory.writes:",
+                "        if view is not None and value.writes < 0:",
+            ),
+        ),
+        ("tests/test_core_graph.py::test_a_core_graph_computes_what_the_graph_does",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N179",
+        "memory that is written gets the strides of the op's form that does not write",
+        (('        if new.meta["val"].stride() == stride:', "        if True:"),),
+        ("tests/test_core_graph.py::test_a_core_graph_computes_what_the_graph_does",),
+        no_gpu=NO_GPU,
+    ),
 )
