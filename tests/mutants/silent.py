@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 __all__ = ["SILENT"]
 
 TESTS = "tests/test_second_attack.py::"
+CORE = "tests/test_core_graph.py::"
 NO_GPU = "decided on the host, the same on every device"
 
 SILENT = (
@@ -141,17 +142,14 @@ SILENT = (
         "N176",
         "calls that differ in the strides of a tensor become the same core calls",
         (("        *(tensor.shape, tensor.stride(), ", "        *(tensor.shape, "),),
-        ("tests/test_core_graph.py::test_a_core_graph_computes_what_the_graph_does",),
+        (f"{CORE}test_a_core_graph_computes_what_the_graph_does",),
         no_gpu=NO_GPU,
     ),
     Mutant(
         "N177",
         "calls whose constants are equal in Python, but not to torch, become the same core calls",
         (("(node.target, repr(arguments))", '(node.target, repr(arguments).replace(".0", ""))'),),
-        (
-            "tests/test_core_graph.py::"
-            "test_calls_with_constants_that_are_equal_in_python_are_told_apart[an integer and a float]",
-        ),
+        (f"{CORE}test_calls_with_constants_that_are_equal_in_python_are_told_apart[an integer and a float]",),
         no_gpu=NO_GPU,
     ),
     Mutant(
@@ -163,14 +161,14 @@ SILENT = (
                 "        if view is not None and value.writes < 0:",
             ),
         ),
-        ("tests/test_core_graph.py::test_a_core_graph_computes_what_the_graph_does",),
+        (f"{CORE}test_a_core_graph_computes_what_the_graph_does",),
         no_gpu=NO_GPU,
     ),
     Mutant(
         "N179",
         "memory that is written gets the strides of the op's form that does not write",
         (('        if new.meta["val"].stride() == stride:', "        if True:"),),
-        ("tests/test_core_graph.py::test_a_core_graph_computes_what_the_graph_does",),
+        (f"{CORE}test_a_core_graph_computes_what_the_graph_does",),
         no_gpu=NO_GPU,
     ),
 )
