@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses import FakeTensorMode
 
 import functional_cg as fcg
 from functional_cg.stages.lower.compiled import prepare
 from functional_cg.stages.lower.core_graph import core_graph
 from functional_cg.stages.lower.expansion import Expander
 from functional_cg.stages.lower.in_place import InPlacePlan
+from functional_cg.tensors.fake_mode import compiler_mode
 from functional_cg.tensors.overlap import storage_key
 
 aten = torch.ops.aten
@@ -91,7 +91,7 @@ def graph_of(calls: Sequence[tuple[str, int, int]]) -> fx.GraphModule:
 
 
 def cored(module: fx.GraphModule, *arguments: Tensor) -> fx.GraphModule:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = compiler_mode()
     return core_graph(module, [mode.from_tensor(one) for one in arguments], mode)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from ...concurrency.garbage import no_garbage_collection
+from ...tensors.fake_mode import compiler_mode
 from ..fx_passes.lowerings import compiler_pass
 from .core_graph import core_graph
 
@@ -109,11 +110,9 @@ def _compiled(
     from torch._inductor import compile_fx, config
     from torch._inductor.debug import reset_provenance_globals
     from torch._inductor.virtualized import V
-    from torch._subclasses import FakeTensorMode
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    mode = compiler_mode()
     with (
         config.patch(options),
         torch._guards.tracing(torch._guards.TracingContext(mode)),
