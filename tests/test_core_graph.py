@@ -15,9 +15,9 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._inductor.decomposition import select_decomp_table
 
 import functional_cg as fcg
+from functional_cg.stages.core.expansion import Expander
+from functional_cg.stages.core.graph import core_graph
 from functional_cg.stages.lower.compiled import prepare
-from functional_cg.stages.lower.core_graph import core_graph
-from functional_cg.stages.lower.expansion import Expander
 from functional_cg.stages.lower.in_place import InPlacePlan
 from functional_cg.tensors.fake_mode import compiler_mode
 from functional_cg.tensors.overlap import storage_key

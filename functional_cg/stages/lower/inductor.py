@@ -13,8 +13,8 @@ from torch import Tensor, fx
 
 from ...concurrency.garbage import no_garbage_collection
 from ...tensors.fake_mode import compiler_mode
+from ..core.graph import core_graph
 from ..fx_passes.lowerings import compiler_pass
-from .core_graph import core_graph
 
 __all__ = ["compile_graph", "opened", "start_workers"]
 
