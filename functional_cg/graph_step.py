@@ -256,9 +256,9 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
         ``"auto"`` is up to 8, where an estimate says that they gain a fifth, within ``branch_memory``, and where they
         are then measured to be faster, before the first call changes anything; otherwise 1. A step that is measured is
         compiled twice. With deterministic algorithms, a compiled step runs in one line.
-        With collectives, the order of all calls is chosen so that others, weight gradients above all, run beside
-        them: in one line, or on a number of lanes, of which one is theirs. A step with ops of other libraries runs in
-        one line. ``explain()`` says what runs side by side, or why nothing does.
+        With collectives, a number has to be asked for: one lane is theirs, and the order of all calls is chosen so that
+        others, weight gradients above all, run beside them. A step with ops of other libraries runs in one line.
+        ``explain()`` says what runs side by side, or why nothing does.
       branch_memory: The most bytes that lanes take in addition to one line: segments of the allocator, which lanes do
         not share, and for each lane with products a workspace of cuBLAS, 32 MiB on an H100. None is 5 % of the step's
         memory or 64 MiB, whichever is more, and no bound if ``branches`` is a number.

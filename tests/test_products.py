@@ -241,7 +241,7 @@ def test_values_are_read_where_they_are_what_they_were(act: Any, batched: int) -
 
 @pytest.mark.cuda
 def test_a_captured_step_is_within_rounding_of_the_eager_one() -> None:
-    step = fcg.graph_step(step_of(plain))
+    step = fcg.graph_step(step_of(plain), branches=1)
     state, twin = initial(device="cuda"), initial(device="cuda")
     for seed in range(16):
         state, metrics = step(state, batch(seed, device="cuda"))

@@ -68,7 +68,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40, help="timed steps of each system")
     parser.add_argument("--device", choices=("cuda", "cpu"), default=None)
     parser.add_argument("--lowering", choices=("auto", "aten", "inductor"), default="auto")
-    parser.add_argument("--branches", default="auto", help="of graph_step: auto, or a number of lanes")
+    parser.add_argument("--branches", default="1", help="of graph_step: auto, or a number of lanes")
     parser.add_argument("--bucket-mib", type=float, default=32.0, help="bucket_bytes of zero()")
     parser.add_argument("--prefetch", type=int, default=1)
     parser.add_argument("--json", action="store_true")

@@ -43,9 +43,7 @@ FEEDS = ("ours-host", "ours-prefetch")
 FEW_LEAVES = 10
 FEW = f"ours-{FEW_LEAVES}-leaves"  # the same step over this few leaves: the difference is the cost per leaf
 TUNED = "ours-max-autotune"  # with the options of inductor that `max-autotune` sets
-LANES = (
-    "ours-branches"  # with launches side by side, where that is estimated to pay, and no part compiled once
-)
+LANES = "ours-branches"  # with launches side by side where that pays, and no part compiled once
 LINE = "ours-line"  # with all launches in one line
 # With less or more memory for what the forward keeps: `activation_memory_budget`, in percent.
 BUDGETS = MappingProxyType({f"ours-budget-{percent}": percent / 100 for percent in (0, 25, 50, 75, 100)})

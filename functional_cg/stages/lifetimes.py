@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from .program import Instr, Var
 
-__all__ = ["alive_at_peak", "last_uses", "peak_bytes", "storage_bytes"]
+__all__ = ["alive_at_peak", "last_uses", "lives_of", "peak_bytes", "storage_bytes"]
 
 
 def storage_bytes(instrs: Iterable[Instr]) -> dict[int, int]:
@@ -39,21 +39,29 @@ def peak_bytes(instrs: Sequence[Instr], kept: Collection[int], sizes: Mapping[in
 
 def alive_at_peak(instrs: Sequence[Instr], kept: Collection[int], sizes: Mapping[int, int]) -> list[int]:
     """Return the temporaries that are alive while most bytes are, by storage; for the arguments see `peak_bytes`."""
+    lives = lives_of(instrs, kept, sizes)
+    change = [0] * (len(instrs) + 2)
+    for one, (start, end) in lives.items():
+        change[start] += sizes[one]
+        change[end + 1] -= sizes[one]
+    alive = list(itertools.accumulate(change))
+    place = max(range(len(alive)), key=alive.__getitem__)
+    return [one for one, (start, end) in lives.items() if start <= place <= end]
+
+
+def lives_of(
+    instrs: Sequence[Instr], kept: Collection[int], storages: Collection[int]
+) -> dict[int, tuple[int, int]]:
+    """Return the numbers of the calls that make and last touch each storage; behind the last call for what is kept."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for i, instr in enumerate(instrs):
         for var in (*instr.outputs(), *instr.inputs()):
-            if var.storage in sizes:
+            if var.storage in storages:
                 first.setdefault(var.storage, i)
                 last[var.storage] = i
     last |= {one: len(instrs) for one in kept if one in first}
-    change = [0] * (len(instrs) + 2)
-    for one, start in first.items():
-        change[start] += sizes[one]
-        change[last[one] + 1] -= sizes[one]
-    alive = list(itertools.accumulate(change))
-    place = max(range(len(alive)), key=alive.__getitem__)
-    return [one for one, start in first.items() if start <= place <= last[one]]
+    return {one: (start, last[one]) for one, start in first.items()}
 
 
 def last_uses(head: Sequence[Instr], kept: Collection[Var]) -> dict[int, list[Var]]:

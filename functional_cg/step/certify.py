@@ -128,9 +128,10 @@ class _Copied:
             slots |= zip(map(id, arena.slots), arena.copy().slots, strict=True)
         yield cls(buffers, replace(buffers, slots=[slots[id(slot)] for slot in buffers.slots]))
 
-    def reset(self) -> None:
-        for mine, slot in zip(self.buffers.slots, self.given.slots, strict=True):
-            mine.copy_(slot)
+    def reset(self, only: Sequence[bool] | None = None) -> None:
+        for at, (mine, slot) in enumerate(zip(self.buffers.slots, self.given.slots, strict=True)):
+            if only is None or only[at]:
+                mine.copy_(slot)
 
     def room(self) -> int | None:
         return None
@@ -142,11 +143,13 @@ class _InPlace:
 
     Attributes:
       buffers: The buffers.
-      kept: The slots that the step writes, with their old values; None for zeros.
+      written: Positions of the slots that the step writes.
+      kept: These slots, with their old values; None for zeros.
       limited: Whether memory may not exceed its peak so far.
     """
 
     buffers: Buffers
+    written: Sequence[int]
     kept: list[tuple[Tensor, Tensor | None]]
     limited: bool
 
@@ -160,15 +163,16 @@ class _InPlace:
         with contextlib.ExitStack() as locks:
             for arena in sorted(dict.fromkeys(arenas), key=lambda arena: arena.turn.rank):
                 locks.enter_context(arena.turn.shut())
-            space = cls(buffers, [(slot, _on_host(slot)) for slot in slots], asked == "auto")
+            space = cls(buffers, written, [(slot, _on_host(slot)) for slot in slots], asked == "auto")
             try:
                 yield space
             finally:
                 space.reset()
 
-    def reset(self) -> None:
-        pairs = [(slot, value) for slot, value in self.kept if value is not None]
-        zeros = [partial(slot.zero_) for slot, value in self.kept if value is None]
+    def reset(self, only: Sequence[bool] | None = None) -> None:
+        kept = [one for at, one in zip(self.written, self.kept, strict=True) if only is None or only[at]]
+        pairs = [(slot, value) for slot, value in kept if value is not None]
+        zeros = [partial(slot.zero_) for slot, value in kept if value is None]
         uninterrupted([*copies([slot for slot, _ in pairs], [value for _, value in pairs]), *zeros])
 
     def room(self) -> int | None:

@@ -31,6 +31,7 @@ from ..concurrency.interrupts import uninterrupted
 from ..concurrency.streams import current_stream
 from ..stages.branches.plan import Branched, bound
 from ..stages.plan import AtenPlan, Before, Buffers, ExecutionPlan
+from ..stages.run.memory import Spare
 from ..tensors.overlap import storage_key
 from .lanes import SimulatedLanes
 from .recorded import Address, Block, Call, Foreign, Memory
@@ -203,7 +204,7 @@ class Simulator:
         self._streams: dict[str, SimulatedStream] = {}
 
     def capture(
-        self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Buffers]
+        self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Spare]
     ) -> _SimulatedReplay:
         """Warm up on scratch memory, then record one run on the static buffers, which are restored."""
         if not isinstance(plan, AtenPlan | Branched):
@@ -219,12 +220,14 @@ class Simulator:
         return replay
 
     def _record(
-        self, plan: AtenPlan | Branched, buffers: Buffers, scratch: Callable[[], Buffers]
+        self, plan: AtenPlan | Branched, buffers: Buffers, scratch: Callable[[], Spare]
     ) -> _SimulatedReplay:
         spare = scratch()
         warm = plan.bind(spare)
         for _ in range(_WARM_UPS):
+            spare.reset()
             warm(())
+        spare.reset()
         recorder = _Recorder(buffers)
         if isinstance(plan, AtenPlan):
             run = bound(plan, plan.bind(buffers), buffers, spare, lambda _: recorder.lanes)

@@ -993,7 +993,11 @@ HAZARDS = (
          "impossible: both are measured on memory of their own, before the first call changes the state",
          "compiled_branches::test_lanes_stay_if_they_are_measured_to_be_faster",
          "branches_cuda::test_what_was_measured_to_be_faster_runs_and_the_state_is_left_alone"),
-    _row(198, 1, "N176 N177 N178 N179",
+    _row(198, 1, "N176 N177", "warm-ups count on, and read behind the end of a table: an error, or a fault on a GPU",
+         "impossible: what is an index is as the state has it, in each run of a warm-up, a measurement, a certificate",
+         "H57::test_h198_each_run_of_a_warm_up_begins_where_the_state_is",
+         "H57::test_h198_so_does_each_step_of_a_certificate"),
+    _row(199, 1, "N178 N179 N180 N181",
          "two calls become the same core calls though they differ, or a write is not seen in a view of its memory",
          "impossible: calls are equal in all that a trace can tell of them, and what is read after a write is viewed "
          "anew",

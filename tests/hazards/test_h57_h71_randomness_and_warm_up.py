@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -226,6 +227,31 @@ def test_h67_warm_up_sees_the_real_batch_and_real_indices(place: Place) -> None:
         state, metrics = step(state, batch)
         assert_trees_all_equal(metrics["value"], batch["table"][n % 3, n % 4].reshape(1, 1), f"call {n}")
     place.wait()
+
+
+@everywhere
+def test_h198_each_run_of_a_warm_up_begins_where_the_state_is(place: Place) -> None:
+    """At the last entry of a table."""
+    assert_last_entry_is_read(place.step, place.device)
+    place.wait()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_h198_so_does_each_step_of_a_certificate(device: str) -> None:
+    """The second one begins with new values but for what is an index."""
+    assert_last_entry_is_read(partial(fcg.graph_step, lowering="inductor", certify=True), device)
+
+
+def assert_last_entry_is_read(step_of: Any, device: str) -> None:
+    def step_fn(state: Any, rates: Tensor) -> Any:
+        rate = rates[state["at"]]
+        return {"at": state["at"] + 1, "sum": state["sum"] + rate}, {"rate": rate}
+
+    step, zero = step_of(step_fn), torch.zeros((), device=device)
+    state, metrics = step(
+        {"at": torch.tensor(2, device=device), "sum": zero}, torch.arange(1.0, 4.0, device=device)
+    )
+    assert (int(state["at"]), float(state["sum"]), float(metrics["rate"])) == (3, 3.0, 3.0)
 
 
 COLD = """

@@ -9,6 +9,7 @@ __all__ = ["BRANCHES"]
 LAWS, RACES = "tests/properties/test_branches.py::", "tests/test_races.py::"
 RANKS, ORDER = "tests/sharding/test_branches_on_ranks.py::", "tests/sharding/test_order.py::"
 SEVERAL = "it takes several GPUs; the same tests run there, `-m multi_gpu`"
+WARM_UP = "tests/hazards/test_h57_h71_randomness_and_warm_up.py::"
 ON_A_GPU = "which of two lanes is first on a GPU is a matter of chance"
 BLIND = (
     "        refuse_races(self.timeline, program.function)\n",
@@ -230,5 +231,19 @@ BRANCHES = (
         (("    if on_lanes * _FASTER < in_line:\n", "    if on_lanes < in_line:\n"),),
         ("tests/test_compiled_branches.py::test_lanes_stay_if_they_are_measured_to_be_faster[aten-0.98]",),
         no_gpu="told on the host",
+    ),
+    Mutant(
+        "N176",
+        "a warm-up goes on where its last run has ended",
+        (("        for call in copies(self.copied, self.originals):\n", "        for call in ():\n"),),
+        (f"{WARM_UP}test_h198_each_run_of_a_warm_up_begins_where_the_state_is[simulator]",),
+        no_gpu="a fault there would end the process of the tests",
+    ),
+    Mutant(
+        "N177",
+        "a certificate reads behind the end of a table",
+        (("            space.reset(self._indices)\n", "            pass\n"),),
+        (f"{WARM_UP}test_h198_so_does_each_step_of_a_certificate[cpu]",),
+        no_gpu="a fault there would end the process of the tests",
     ),
 )

@@ -139,21 +139,21 @@ SILENT = (
         no_gpu=NO_GPU,
     ),
     Mutant(
-        "N176",
+        "N178",
         "calls that differ in the strides of a tensor become the same core calls",
         (("        *(tensor.shape, tensor.stride(), ", "        *(tensor.shape, "),),
         (f"{CORE}test_a_core_graph_computes_what_the_graph_does",),
         no_gpu=NO_GPU,
     ),
     Mutant(
-        "N177",
+        "N179",
         "calls whose constants are equal in Python, but not to torch, become the same core calls",
         (("(node.target, repr(arguments))", '(node.target, repr(arguments).replace(".0", ""))'),),
         (f"{CORE}test_calls_with_constants_that_are_equal_in_python_are_told_apart[an integer and a float]",),
         no_gpu=NO_GPU,
     ),
     Mutant(
-        "N178",
+        "N180",
         "a view is what it was before its memory was written",
         (
             (
@@ -165,7 +165,7 @@ SILENT = (
         no_gpu=NO_GPU,
     ),
     Mutant(
-        "N179",
+        "N181",
         "memory that is written gets the strides of the op's form that does not write",
         (('        if new.meta["val"].stride() == stride:', "        if True:"),),
         (f"{CORE}test_a_core_graph_computes_what_the_graph_does",),

@@ -106,7 +106,7 @@ def test_lanes_beside_collectives_are_asked_for(monkeypatch: pytest.MonkeyPatch)
     for options in (Options(lowering="aten"), Options(lowering="aten", branches=3), Options()):
         traced = program_of(program, both)
         plans.append(lower(traced, torch.device("cuda"), options, reference).branches)
-        assert traced.notes[0].startswith("order: "), traced.notes
+        assert [note.partition(":")[0] for note in traced.notes] == ["order"] * (options.branches == 3)
     why = "branches: none, beside collectives a number of lanes has to be asked for"
     assert plans[0] == plans[2] == why
     assert "one of them for 2 collectives" in plans[1]

@@ -43,7 +43,6 @@ from .regions import RegionsPlan
 __all__ = ["HeadPlan", "announce", "in_parts", "lower", "prepare", "without_lanes"]
 
 _FULL = "its values are so large that each kernel fills the device"
-_TOLD = "since algorithms have to be deterministic, and a measurement chooses lanes"
 _LARGE = 2**20  # bytes: recomputing or storing a smaller value takes a kernel longer than it is worth
 
 
@@ -62,24 +61,23 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
       options: The options of the step.
       reference: The program as traced, which finds the user's line for an exception from a compiled function.
     """
-    on_gpu, choice, told = device.type == "cuda", options.lowering, ""
-    auto, in_stages = options.branches == "auto", any(instr.region for instr in program.instrs)
-    asked = options.branches != 1 and not options.compile_once and not (auto and in_stages)
+    on_gpu, choice, auto = device.type == "cuda", options.lowering, options.branches == "auto"
+    asked = options.branches != 1 and not options.compile_once
     why = without_lanes(device, options.backend) if asked else ""
+    lanes, told = asked and not why, ""
+    if lanes and auto:
+        told = _not_unasked(program)
+        lanes = not told
     if choice == "aten" or (choice == "auto" and not on_gpu):
-        if asked and not why:
+        if lanes:
             program.instrs = calls_of(program.instrs)
             beside_collectives(program, device, _held(program), options.branch_memory)
-            line = _not_unasked(program) if auto else ""
-            if not line:
-                return BranchedPlan(program, schedule(program), _spread(program, options))
-            told = f"branches: none, {line}"
+            return BranchedPlan(program, schedule(program), _spread(program, options))
         plan: ExecutionPlan = lower_aten(program)
-        plan.branches = told
     else:
-        plan = _compiled(program, device, options, reference, lanes=asked and not why)
-    if asked and not auto and not plan.branches:
-        plan.branches = f"branches: none, {why or 'with this lowering it runs in one line'}"
+        plan = _compiled(program, device, options, reference, lanes=lanes)
+    if told or (asked and not auto and not plan.branches):
+        plan.branches = f"branches: none, {told or why or 'with this lowering it runs in one line'}"
     return plan
 
 
@@ -162,18 +160,18 @@ def _fills_a_line(program: Program, options: Options) -> str:
     """Return why a compiled step is not worth lanes, from what is known before it is compiled; empty if it may be."""
     if largest(program) > SMALL:
         return _FULL
-    line = ""
-    if options.branches == "auto":
-        line = _TOLD if torch.are_deterministic_algorithms_enabled() else _not_unasked(program)
-    return line or in_advance(in_line(launches_of(program)), options.branches)
+    if options.branches == "auto" and torch.are_deterministic_algorithms_enabled():
+        return "since algorithms have to be deterministic, and a measurement chooses lanes"
+    return in_advance(in_line(launches_of(program)), options.branches)
 
 
 def _not_unasked(program: Program) -> str:
     """Return why a program runs in one line if nobody asks for a number of lanes, whatever its calls take.
 
-    A step on lanes is rehearsed before its capture. So ranks have to agree on that, or one would wait for the others.
+    A step on lanes is rehearsed and measured before its capture. So ranks have to agree on that, or one would wait for
+    the others.
     """
-    if collects(program):
+    if collects(program) or any(instr.region for instr in program.instrs):
         return "beside collectives a number of lanes has to be asked for"
     return _FULL if largest(program) > SMALL else ""
 

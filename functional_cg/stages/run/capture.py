@@ -22,6 +22,7 @@ from ...errors import CaptureError, FunctionalCGError, StreamError
 from ...errors.words import words_of
 from ..branches.plan import Branched, Lanes, bound, faster
 from ..plan import Before, Buffers, ExecutionPlan, Run, quiet
+from .memory import Spare
 from .reserve import at_once
 
 __all__ = ["Backend", "CPUBackend", "CUDABackend", "Replay", "backend_for"]
@@ -60,7 +61,7 @@ class Backend(Protocol):
 
     name: str
 
-    def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Buffers]) -> Replay:
+    def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Spare]) -> Replay:
         """Capture a plan on its static buffers.
 
         Args:
@@ -91,7 +92,7 @@ class CPUBackend:
 
     name = "cpu"
 
-    def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Buffers]) -> Replay:
+    def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Spare]) -> Replay:
         return _DirectReplay(plan.bind(buffers))
 
 
@@ -167,7 +168,7 @@ class CUDABackend:
                 raise
             warm_up.synchronize()
 
-    def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Buffers]) -> Replay:
+    def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Spare]) -> Replay:
         with torch.cuda.device(self._device), quiet():
             caller = torch.cuda.current_stream(self._device)
             with self.aside():
@@ -175,7 +176,9 @@ class CUDABackend:
                 run, spare = plan.bind(buffers), scratch()
                 warm = plan.bind(spare)
                 for _ in range(_WARM_UPS):
+                    spare.reset()
                     warm(())
+                spare.reset()
                 run = bound(plan, run, buffers, spare, self._lanes)
                 memory = [StorageWeakRef(slot.untyped_storage()) for slot in spare.slots]
                 del warm, spare
@@ -201,9 +204,8 @@ class CUDABackend:
                 ),
             ):
                 if reserved:
-                    with contextlib.suppress(
-                        torch.OutOfMemoryError
-                    ):  # there may be room for smaller segments
+                    # Where there is no room for one segment, there may be for smaller ones.
+                    with contextlib.suppress(torch.OutOfMemoryError):
                         torch.empty(reserved, dtype=torch.uint8, device=self._device)
                 static = run(())
         except BaseException as error:
@@ -219,7 +221,7 @@ class CUDABackend:
         return _GraphReplay(graph, run, static, self._device)
 
     def choose_lanes(
-        self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Buffers]
+        self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Spare]
     ) -> ExecutionPlan:
         """Return a plan, or, if an estimate has put it on lanes and is measured to be wrong, the one for one line.
 
@@ -233,29 +235,34 @@ class CUDABackend:
         with torch.cuda.device(self._device), quiet():
             with self.aside():
                 plan.bind(buffers)  # with a compiler, compiles here, and only then knows what it may launch
-                spare = scratch()
-                if plan.timeline.estimated:
-                    plan.rehearse(spare)
                 if not plan.timeline.estimated:
+                    return plan
+                spare = scratch()
+                plan.rehearse(spare)
+                if not plan.timeline.estimated:  # memory is elsewhere than it says
                     return plan
                 line = plan.in_line()
                 line.bind(buffers)
                 runs = [line.bind(spare), plan.bind_to(spare, self._lanes(plan.timeline.lanes))]
                 for warm in (runs[0], plan.bind(spare)):
                     for _ in range(_WARM_UPS):
+                        spare.reset()
                         warm(())
             replays: list[_GraphReplay] = []
             try:
                 for run in runs:
                     replays.append(self._graph(run))
-                in_line, on_lanes = self._milliseconds(replays)
+                in_line, on_lanes = self._milliseconds(replays, spare)
             finally:
                 for replay in replays:
                     replay.close()
         return faster(plan, on_lanes, line, in_line)
 
-    def _milliseconds(self, replays: Sequence[_GraphReplay]) -> list[float]:
-        """Return what a replay of each takes at least, each in turn, until a fifth of a second has gone by."""
+    def _milliseconds(self, replays: Sequence[_GraphReplay], spare: Spare) -> list[float]:
+        """Return what a replay of each takes at least, each in turn, until a fifth of a second has gone by.
+
+        Each time it begins where the state is, and what that takes is a part of it.
+        """
         least = [math.inf for _ in replays]
         with torch.cuda.stream(self._streams[1]):
             start, count = time.perf_counter(), 1
@@ -264,6 +271,7 @@ class CUDABackend:
                     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                     begin.record()
                     for _ in range(count):
+                        spare.reset()
                         replay(())
                     end.record()
                     end.synchronize()

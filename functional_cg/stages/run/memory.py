@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,12 +11,30 @@ from torch import Tensor
 from ...tensors.aten import copies
 from ..plan import Buffers
 
-__all__ = ["copy_out", "scratch"]
+__all__ = ["Spare", "copy_out", "scratch"]
 
 _FEW = 3  # up to this many clones cost less than one grouped copy
 
 
-def scratch(buffers: Buffers, unchecked: Sequence[bool]) -> Buffers:
+@dataclass(frozen=True, slots=True)
+class Spare(Buffers):
+    """Buffers for a warm-up, with slots separate from the state.
+
+    Attributes:
+      copied: Slots that may not hold any value, such as one that counts steps and is an index.
+      originals: The slots of the state that they are copies of.
+    """
+
+    copied: Sequence[Tensor]
+    originals: Sequence[Tensor]
+
+    def reset(self) -> None:
+        """Let the next run begin where the state is: after others, an index might be behind the end of its table."""
+        for call in copies(self.copied, self.originals):
+            call()
+
+
+def scratch(buffers: Buffers, unchecked: Sequence[bool]) -> Spare:
     """Make slots for warm-up: floating leaves that may hold any value share one buffer per dtype, others are copied."""
     slots = buffers.slots
     shares = [slot.is_floating_point() and free for slot, free in zip(slots, unchecked, strict=True)]
@@ -31,7 +49,12 @@ def scratch(buffers: Buffers, unchecked: Sequence[bool]) -> Buffers:
         torch.as_strided(shared[slot.dtype], slot.shape, slot.stride()) if one else slot.clone()
         for slot, one in zip(slots, shares, strict=True)
     ]
-    return replace(buffers, slots=spare)
+    copied, originals = [], []
+    for mine, slot, one in zip(spare, slots, shares, strict=True):
+        if not one:
+            copied.append(mine)
+            originals.append(slot)
+    return Spare(spare, buffers.inputs, buffers.constants, copied, originals)
 
 
 def copy_out(static: Sequence[Tensor]) -> list[Tensor]:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..branches.costs import WORKSPACE
+from ..lifetimes import lives_of
 from ..plan import AtenPlan, ExecutionPlan
 from ..schedule import schedule, temporaries
 from ..template import unrolled
@@ -61,21 +62,13 @@ def events(plan: AtenPlan) -> list[Event]:
     """Return when a plan allocates and frees its large temporaries, in order."""
     program = unrolled(plan.program)
     split = schedule(program)
-    sizes, calls = temporaries(program, split), [*split.head, *split.fused]
-    last: dict[int, int] = {}
-    first: dict[int, int] = {}
-    for number, instr in enumerate(calls):
-        for var in (*instr.outputs(), *instr.inputs()):
-            if sizes.get(var.storage, 0) > _SMALL:
-                first.setdefault(var.storage, number)
-                last[var.storage] = number
-    for var in (*split.outputs, *(new for _, new in split.commits)):
-        last.pop(var.storage, None)
+    calls = [*split.head, *split.fused]
+    sizes = {one: size for one, size in temporaries(program, split).items() if size > _SMALL}
+    kept = {var.storage for var in (*split.outputs, *(new for _, new in split.commits))}
     begins, ends = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
-    for storage, number in first.items():
-        begins[number].append(storage)
-    for storage, number in last.items():
-        ends[number].append(storage)
+    for storage, (start, end) in lives_of(calls, kept, sizes).items():
+        begins[start].append(storage)
+        ends[end].append(storage)
     found: list[Event] = []
     product = next((number for number, instr in enumerate(calls) if flops_of(instr)), None)
     for number in range(len(calls)):

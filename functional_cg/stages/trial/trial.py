@@ -64,8 +64,8 @@ class Space(Protocol):
 
     buffers: Buffers
 
-    def reset(self) -> None:
-        """Restore the values of the call in the slots."""
+    def reset(self, only: Sequence[bool] | None = None) -> None:
+        """Restore the values of the call in the slots, or in some of them."""
         ...
 
     def room(self) -> int | None:
@@ -98,6 +98,7 @@ class Trial:
         self._reference, self._plan, self._together = reference, plan, together
         self._judge = Judge(reference, together)
         self._ahead = 0  # steps of the plan that the slots have taken
+        self._indices = [not free for free in reference.unchecked.slots]
         self._advances = any(out.slot is not None for out in reference.outputs)
         self.lacking, self.share = 0, 0.0
 
@@ -145,12 +146,18 @@ class Trial:
         return []
 
     def _go_to(self, steps: int, space: Space) -> None:
-        """Have the slots hold what they hold after so many steps of the plan, each of which was found right."""
+        """Have the slots hold what they hold after so many steps of the plan, each of which was found right.
+
+        Slots that may not hold any value stay as they are: nobody asked for a second step, and an index may then be
+        behind the end of its table.
+        """
         if self._ahead != steps:
             space.reset()
             self._ahead = 0
             for _ in range(steps):
                 self._made(space)
+        if steps:
+            space.reset(self._indices)
 
     def _lacks(self, room: int) -> bool:
         takes = self._reference.fit(room)
