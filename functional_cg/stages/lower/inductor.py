@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from ...concurrency.garbage import no_garbage_collection
 from ...tensors.fake_mode import compiler_mode
 from ..core.graph import core_graph
+from ..core.lookup import found, keep, key_of
 from ..fx_passes.lowerings import compiler_pass
 
 __all__ = ["compile_graph", "opened", "start_workers"]
@@ -106,8 +107,8 @@ def compile_graph(
 def _compiled(
     graph: fx.GraphModule, arguments: Sequence[Tensor], options: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Call inductor behind torch's own trace of a graph, which :func:`core_graph` replaces."""
-    from torch._inductor import compile_fx, config
+    """Return what inductor makes of a graph's core graph, or made of an equal one's."""
+    from torch._inductor import config
     from torch._inductor.debug import reset_provenance_globals
     from torch._inductor.virtualized import V
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -120,24 +121,36 @@ def _compiled(
         reset_provenance_globals(),
         _use_lazy_graph_module(True),
     ):
-        module = core_graph(graph, [mode.from_tensor(one, static_shapes=True) for one in arguments], mode)
-        inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-        outputs: Any = module.graph.output_node().args[0]
-        extra: Any = compile_fx.create_compiler_config_extra
-        (asked,) = inspect.signature(extra).parameters  # torch 2.11 asks for its options, 2.13 for the graph
-        compiled = compile_fx.compile_fx_forward(
-            module,
-            inputs,
-            num_orig_model_outputs=len(outputs),
-            num_example_inputs=len(inputs),
-            compiler_config_extra=extra({"config": config, "gm": module}[asked]),
-            is_inference=True,
-        )
+        given = [mode.from_tensor(one, static_shapes=True) for one in arguments]
+        key = key_of(graph, given)
+        compiled = None if key is None else found(key, given)
+        if compiled is None:
+            compiled = _made(core_graph(graph, given, mode))
+            if key is not None:
+                keep(key, compiled)
 
     def run(*given: Tensor) -> Any:
         return compiled(list(given))
 
     return run
+
+
+def _made(module: fx.GraphModule) -> Any:
+    """Call inductor behind torch's own trace of a graph, which :func:`core_graph` replaces."""
+    from torch._inductor import compile_fx, config
+
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    outputs: Any = module.graph.output_node().args[0]
+    extra: Any = compile_fx.create_compiler_config_extra
+    (asked,) = inspect.signature(extra).parameters  # torch 2.11 asks for its options, 2.13 for the graph
+    return compile_fx.compile_fx_forward(
+        module,
+        inputs,
+        num_orig_model_outputs=len(outputs),
+        num_example_inputs=len(inputs),
+        compiler_config_extra=extra({"config": config, "gm": module}[asked]),
+        is_inference=True,
+    )
 
 
 def opened(compiled: Callable[..., Any]) -> tuple[str, dict[str, Any]] | None:
