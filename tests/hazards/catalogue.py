@@ -62,6 +62,7 @@ FILES = {
     "known_masks": "tests/test_known_masks.py",
     "summed": "tests/test_summed_products.py",
     "core": "tests/test_core_graph.py",
+    "before": "tests/test_compiled_before.py",
     "templates": "tests/pipelines/test_templates.py",
     "attention": "tests/test_attention.py",
     "of_ctc": "tests/test_ctc.py",
@@ -1006,5 +1007,11 @@ HAZARDS = (
          "core::test_calls_with_constants_that_are_equal_in_python_are_told_apart",
          "core::test_what_cannot_be_told_apart_is_not_written",
          "core::test_it_is_the_graph_that_torch_itself_makes"),
+    _row(200, 1, "N182 N183 N184", "what was compiled earlier is taken for a graph that it was not made of",
+         "impossible: the key is all that decides; what its name does not tell has none, and is compiled anew",
+         "before::test_graphs_with_one_key_compute_the_same",
+         "before::test_calls_that_differ_in_a_constant_have_other_keys",
+         "before::test_arguments_that_differ_have_other_keys", "before::test_so_do_options_and_defaults",
+         "before::test_what_its_name_does_not_tell_has_no_key", "before::test_what_is_gone_is_compiled_again"),
 )
 # fmt: on

@@ -8,6 +8,7 @@ __all__ = ["SILENT"]
 
 TESTS = "tests/test_second_attack.py::"
 CORE = "tests/test_core_graph.py::"
+BEFORE = "tests/test_compiled_before.py::"
 NO_GPU = "decided on the host, the same on every device"
 
 SILENT = (
@@ -169,6 +170,27 @@ SILENT = (
         "memory that is written gets the strides of the op's form that does not write",
         (('        if new.meta["val"].stride() == stride:', "        if True:"),),
         (f"{CORE}test_a_core_graph_computes_what_the_graph_does",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N182",
+        "a compiled function is found for arguments that lie elsewhere in their memory",
+        ((', "places": places}', "}"),),
+        (f"{BEFORE}test_arguments_that_differ_have_other_keys",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N183",
+        "a compiled function is found for what an op of the user's was made of before",
+        (("or not _is_composite(target)", "or True"),),
+        (f"{BEFORE}test_what_its_name_does_not_tell_has_no_key",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N184",
+        "a compiled function is found that another version of this library made",
+        (('{"sources": _digest(), ', "{"),),
+        (f"{BEFORE}test_so_do_options_and_defaults",),
         no_gpu=NO_GPU,
     ),
 )

@@ -42,7 +42,9 @@ def key_of(module: fx.GraphModule, arguments: Sequence[Tensor]) -> str | None:
         return None
     if not all(map(_is_known, _targets(module.graph))) or not all(map(_is_ours, _formulas())):
         return None
-    more: Any = {"sources": _digest().hex(), "dtype": str(torch.get_default_dtype())}
+    # torch's key says nothing of these: to its compiler they are all alike, to what our calls become they need not be.
+    places = [(one.storage_offset(), one.untyped_storage().nbytes()) for one in arguments]
+    more: Any = {"sources": _digest(), "dtype": str(torch.get_default_dtype()), "places": places}
     key, _ = FxGraphCache.prepare_key(module, arguments, more, [], False)
     return None if key is None else key[0]
 
@@ -62,7 +64,11 @@ def found(key: str, arguments: Sequence[Tensor]) -> Callable[[list[Tensor]], Any
     try:
         entry = CompiledForward(*json.loads(_file(key).read_text()))
         graph = entry.load(arguments)
-    except (FileNotFoundError, FXGraphCacheMiss):
+    except (
+        FileNotFoundError,
+        ValueError,
+        FXGraphCacheMiss,
+    ):  # a file that says something else counts as none
         return None
     options: Any = {
         "cudagraphs": BoxedBool(False),
@@ -85,12 +91,12 @@ def keep(key: str, compiled: Any) -> None:
         write_atomic(str(_file(key)), json.dumps([[known, []], compiled.guards_expr]), make_dirs=True)
 
 
-def _digest() -> bytes:
+def _digest() -> str:
     """Return a digest of this library."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[2].rglob("*.py")):
         digest.update(path.read_bytes())
-    return digest.digest()
+    return digest.hexdigest()
 
 
 def _file(key: str) -> Path:

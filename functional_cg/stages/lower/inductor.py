@@ -15,7 +15,7 @@ from ...concurrency.garbage import no_garbage_collection
 from ...tensors.fake_mode import compiler_mode
 from ..core.graph import core_graph
 from ..core.lookup import found, keep, key_of
-from ..fx_passes.lowerings import compiler_pass
+from ..fx_passes.lowerings import compiler_pass, register_lowerings
 
 __all__ = ["compile_graph", "opened", "start_workers"]
 
@@ -139,6 +139,7 @@ def _made(module: fx.GraphModule) -> Any:
     """Call inductor behind torch's own trace of a graph, which :func:`core_graph` replaces."""
     from torch._inductor import compile_fx, config
 
+    register_lowerings()
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     outputs: Any = module.graph.output_node().args[0]
     extra: Any = compile_fx.create_compiler_config_extra
