@@ -92,7 +92,7 @@ def graph_of(calls: Sequence[tuple[str, int, int]]) -> fx.GraphModule:
 
 def cored(module: fx.GraphModule, *arguments: Tensor) -> fx.GraphModule:
     mode = compiler_mode()
-    return core_graph(module, [mode.from_tensor(one) for one in arguments], mode)
+    return core_graph(module, [mode.from_tensor(one, static_shapes=True) for one in arguments], mode)
 
 
 def matrices() -> tuple[Tensor, Tensor]:
