@@ -1013,5 +1013,8 @@ HAZARDS = (
          "before::test_calls_that_differ_in_a_constant_have_other_keys",
          "before::test_arguments_that_differ_have_other_keys", "before::test_so_do_options_and_defaults",
          "before::test_what_its_name_does_not_tell_has_no_key", "before::test_what_is_gone_is_compiled_again"),
+    _row(201, 2, "N185", "an order beside collectives puts a call before what it needs: a view that waits for a value",
+         "impossible: such a view is a unit of its own, and what reads it waits for it",
+         "order::test_another_order_changes_no_value"),
 )
 # fmt: on
