@@ -4,10 +4,6 @@ Each transfer takes a token, which its predecessor in the order made, so that no
 another or drop it. A launch returns at once: ``wait`` for what is received, and ``end`` what was sent. Each pair of
 ranks (from, to) has its own process group: a communicator is one queue, and transfers of one pair cannot block those of
 another.
-
-c10d marks what NCCL sends or receives as in use on the stream of the transfer. The allocator asks for the end of such a
-use only outside of captures, so in a graph that memory would serve nothing else. The program itself keeps what is sent
-or received until the transfer was waited for: c10d gets an alias, which is none of the allocator's.
 """
 
 from __future__ import annotations
@@ -17,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from .collectives import WAIT
 
@@ -47,14 +42,9 @@ def _group(name: str) -> Any:
     return _c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
-def _alias(value: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor, by a storage that keeps its memory, and is none of the allocator's."""
-    return from_dlpack(to_dlpack(value.flatten().view(torch.uint8)))
-
-
 def _send(value: Tensor, after: Tensor, to: int, group: str) -> Tensor:
     token = torch.empty_like(after)
-    work = _group(group).send([_alias(value.resolve_conj().resolve_neg().contiguous())], to, 0)
+    work = _group(group).send([value.contiguous()], to, 0)
     _c10d._register_work(token, work)
     return token
 
@@ -63,7 +53,7 @@ def _receive(
     after: Tensor, shape: Sequence[int], dtype: torch.dtype, source: int, group: str
 ) -> tuple[Tensor, Tensor]:
     value = torch.empty(shape, dtype=dtype, device=after.device)
-    work = _group(group).recv([_alias(value)], source, 0)
+    work = _group(group).recv([value], source, 0)
     _c10d._register_work(value, work)
     return value, torch.empty_like(after)
 

@@ -6,11 +6,11 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["PIPELINES"]
 
-BITS, BLOCKS, TABLES, MISTAKES, COMPILED, JUDGES, EVALUATION, TEMPLATES, GROUPS, TRANSFERS = (
+BITS, BLOCKS, TABLES, MISTAKES, COMPILED, JUDGES, EVALUATION, TEMPLATES, GROUPS = (
     f"tests/pipelines/test_{name}.py::"
     for name in (
         "bitwise", "blocks", "tables", "mistakes", "compiled", "other_judges", "evaluation", "templates",
-        "groups", "transfers",
+        "groups",
     )
 )  # fmt: skip
 SEVERAL = "it takes several GPUs, or none"
@@ -37,18 +37,6 @@ PIPELINES = (
             f"{EVALUATION}test_nothing_is_read_before_it_arrives_or_after_its_memory_is_free[1f1b]",
         ),
         no_gpu=SEVERAL,
-    ),
-    Mutant(
-        "N110 marks",
-        "the memory of what is sent or received is marked as in use until the end of a capture",
-        (
-            (
-                "    return from_dlpack(to_dlpack(value.flatten().view(torch.uint8)))\n",
-                "    return value.flatten().view(torch.uint8)\n",
-            ),
-        ),
-        (f"{TRANSFERS}test_its_storage_is_another_one_and_keeps_the_memory",),
-        gpu=(f"{TRANSFERS}test_a_use_on_another_stream_ends_with_it",),
     ),
     Mutant(
         "N110 forward",
