@@ -72,7 +72,7 @@ class Transform:
         self._name = self._signature.name
         self._constants = Constants(self._name, options.constants)
         self._backend: Backend | None = None if isinstance(options.backend, str) else options.backend
-        self._shadow = Shadow(fn, self._name, donates=self._donates)
+        self._shadow = Shadow(fn, self._name, self._constants, donates=self._donates)
         self._to_verify = options.verify_calls if "verify" in str(options.debug) else 0
         self._lowered: dict[tuple[Any, ...], list[Lowered]] = {}
         self._captured: dict[tuple[int, Any], Captured] = {}
@@ -248,7 +248,7 @@ class Transform:
         # Inputs take the strides they have in a replay, because the order of a sum depends on strides.
         known = next((one for one in self._lowered.get(call.static_key, ()) if one.fits(call)), None)
         seen = call if known is None else known.seen(call)
-        result = run_eager(self._fn, seen, self._name, self.taps, donates=self._donates)
+        result = run_eager(self._fn, seen, self._name, self.taps, self._constants, donates=self._donates)
         self.stats.eager_calls += 1
         return result
 

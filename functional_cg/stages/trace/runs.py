@@ -32,7 +32,7 @@ from .host import HostGuard, HostState
 from .recipe import Recipe
 from .recorder import Recorder
 from .results import copy_written_inputs, read_reports, read_result
-from .strays import are_kept, disown, refuse_kept, refuse_unfound
+from .strays import GradsOfConstants, are_kept, disown, refuse_kept, refuse_unfound
 from .twice import refuse_another_result, refuse_another_start
 
 __all__ = ["trace"]
@@ -66,11 +66,12 @@ def _run(
         inputs.append(leaf)
         program.inputs.append(var)
         recorder.copied.add(storage_key(leaf))
+    declared = [constant for _, constant in recipe.constants]
     for name, constant in recipe.constants:
         recorder.declare(name, constant)
     follow = nullcontext() if follower is None else follower.following()
     guard = HostGuard(recorder.rules, recorder.value_of, recorder.history.writes_to)
-    with meeting(recorder.met), watching(recorder.work), canonical(recorder.mesh), without_log():
+    with meeting(recorder.met), watching(recorder.work), canonical(recorder.mesh, declared), without_log():
         with mode, recorder, guard, follow, tracing(recorder):
             result = recipe.apply(recipe.function, trees, inputs)
             old = recipe.states[0] if recipe.donates else None
@@ -127,11 +128,13 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
       FunctionalCGError: One class per mistake, see :mod:`functional_cg.errors`.
     """
     randomness, host, runs = HostRandomness.read(), HostState(recipe.name), list[Recorder]()
+    grads = GradsOfConstants(recipe.constants)
     collecting = open_groups()
     # Not a context manager: contextlib would discard our error if the user's function raises StopIteration.
     try:
         with torch.inference_mode(False):
             recorder = _run(recipe, None, checkpoint, runs)
+            grads.refuse_change(recipe.name)
             recorder = _once_filled(recipe, recorder, checkpoint, runs)
             randomness.refuse_draws(recipe.name, lambda: _run(recipe, None, checkpoint, runs))
             refuse_kept(recipe.name, recorder.program, recorder.variables, recorder.release())
@@ -147,6 +150,7 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
     except Exception as error:
         raise mapped(recipe, error) from error
     finally:
+        grads.restore()
         randomness.restore_own()
         close_groups(but=collecting)
         for run in runs:
