@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -229,7 +229,13 @@ class Signature:
     ) -> None:
         self.name = getattr(fn, "__name__", type(fn).__name__)
         self.donates, self._steps = donates, steps
-        self._static = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+        given: Any = (static_argnames,) if isinstance(static_argnames, str) else static_argnames
+        self._static = tuple(given) if isinstance(given, Iterable) else ()
+        if not isinstance(given, Iterable) or not all(isinstance(name, str) for name in self._static):
+            raise TypeError(
+                f"`{self.name}`: static_argnames must be names of parameters, got {static_argnames!r}.\n"
+                'To fix: `static_argnames=("train",)`.'
+            )
         try:
             parameters = list(inspect.signature(fn).parameters.values())
         except (TypeError, ValueError):  # a builtin without a signature

@@ -75,6 +75,11 @@ def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable
       (tensor(5.), tensor([2., 4.]))
     """
     name = getattr(fn, "__name__", type(fn).__name__)
+    if not callable(fn):
+        raise TypeError(
+            f"value_and_grad: expected a function, got {name}.\n"
+            "To fix: `loss, grads = fcg.value_and_grad(loss_fn)(state.params, batch)`."
+        )
 
     @entry(f"fcg.value_and_grad({name})(state.params, ...)")
     @wraps(fn)
