@@ -78,7 +78,8 @@ def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable
     if not callable(fn):
         raise TypeError(
             f"value_and_grad: expected a function, got {name}.\n"
-            "To fix: `loss, grads = fcg.value_and_grad(loss_fn)(state.params, batch)`."
+            "To fix: `loss, grads = fcg.value_and_grad(loss_fn)(state.params, batch)`: what `fcg.value_and_grad` "
+            "returns is a function, to be called."
         )
 
     @entry(f"fcg.value_and_grad({name})(state.params, ...)")
