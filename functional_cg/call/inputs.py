@@ -61,6 +61,10 @@ class InputLayout:
             n for n, leaf in zip(self.names, self.leaves, strict=True) if isinstance(leaf, BufferSpec)
         )
 
+    def ordered_as(self, other: InputLayout) -> InputLayout:
+        """Return this layout with keys in the order of another one, which differs in that at most."""
+        return replace(self, treedef=other.treedef, extras=other.extras)
+
     def fill(self, live: Sequence[Any]) -> Any:
         """Return the tree of inputs with the given live leaves."""
         values = iter(live)

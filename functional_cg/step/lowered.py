@@ -225,11 +225,8 @@ class Lowered(metaclass=Documented):
         """Whether a call fits, and the function does the same with its keys in this order as in that of the trace."""
         fits, order = self.fits(call), call.order
         if fits and order not in self.orders:
-            seen, layout = self.seen(call), call.layout
-            turned = replace(self.layout, treedef=layout.treedef, extras=layout.extras)
-            self.orders[order] = order == seen.order or agree(
-                recipe(seen), recipe(replace(call, layout=turned))
-            )
+            seen, turned = self.seen(call), replace(call, layout=self.layout.ordered_as(call.layout))
+            self.orders[order] = order == seen.order or agree(recipe(seen), recipe(turned))
         return fits and self.orders[order]
 
     def state_differences(self, call: Call) -> list[str]:
