@@ -796,7 +796,7 @@ HAZARDS = (
          "impossible: states, gradients and metrics keep the order in which they were put in",
          "between::test_dicts_come_back_in_the_order_in_which_they_were_put_in",
          "between::test_gradients_states_and_metrics_are_in_the_order_of_what_went_in",
-         "between::test_eager_goes_through_keys_as_the_trace_did"),
+         "between::test_states_with_keys_in_different_orders"),
     _row(154, 2, "", "parameters that have no gradient decay, or are to be left out of an update",
          "documented: zeros, as in JAX; None in place of a gradient leaves a parameter out",
          "between::test_none_in_place_of_gradients_leaves_parameters_out",
