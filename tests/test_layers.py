@@ -50,6 +50,7 @@ ORDER = (
     "stages.fx_passes",
     "stages.passes",
     "stages.layouts",
+    "stages.core",
     "stages.schedule",
     "stages.plan",
     "stages.branches",

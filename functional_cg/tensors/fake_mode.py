@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .kernel_strides import KernelStrides
 
-__all__ = ["FakeMode", "aside_on_fakes", "without_log"]
+__all__ = ["FakeMode", "aside_on_fakes", "compiler_mode", "without_log"]
 
 # The fake mode's cache would return two tensors where an op returns one tensor as two results, and a tensor at the
 # beginning of its memory where the op returns one that lies in it as another does: the tangent of a view.
@@ -89,3 +89,10 @@ def aside_on_fakes() -> Iterator[Callable[[Tensor], Tensor]]:
     # Function modes, too: they watch for reads of values.
     with _disable_current_modes(), torch._C.DisableTorchFunction(), FakeMode():
         yield lambda one: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
+
+
+def compiler_mode() -> fake_tensor.FakeTensorMode:
+    """Return a mode as torch's compiler uses it for a graph of tensors of known shapes."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())

@@ -246,4 +246,11 @@ BRANCHES = (
         (f"{WARM_UP}test_h198_so_does_each_step_of_a_certificate[cpu]",),
         no_gpu="a fault there would end the process of the tests",
     ),
+    Mutant(
+        "N185",
+        "what reads a view does not wait for the other value that it waits for",
+        (("                    unit.writes |= {marks[number]}\n", "                    marks.clear()\n"),),
+        ("tests/sharding/test_order.py::test_another_order_changes_no_value",),
+        no_gpu="told on the host",
+    ),
 )

@@ -7,6 +7,8 @@ from tests.mutants.mutant import Mutant
 __all__ = ["SILENT"]
 
 TESTS = "tests/test_second_attack.py::"
+CORE = "tests/test_core_graph.py::"
+BEFORE = "tests/test_compiled_before.py::"
 NO_GPU = "decided on the host, the same on every device"
 
 SILENT = (
@@ -139,6 +141,60 @@ SILENT = (
     ),
     Mutant(
         "N178",
+        "calls that differ in the strides of a tensor become the same core calls",
+        (("        *(tensor.shape, tensor.stride(), ", "        *(tensor.shape, "),),
+        (f"{CORE}test_a_core_graph_computes_what_the_graph_does",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N179",
+        "calls whose constants are equal in Python, but not to torch, become the same core calls",
+        (("(node.target, repr(arguments))", '(node.target, repr(arguments).replace(".0", ""))'),),
+        (f"{CORE}test_calls_with_constants_that_are_equal_in_python_are_told_apart[an integer and a float]",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N180",
+        "a view is what it was before its memory was written",
+        (
+            (
+                "        if view is not None and value.writes != value.memory.writes:",
+                "        if view is not None and value.writes < 0:",
+            ),
+        ),
+        (f"{CORE}test_a_core_graph_computes_what_the_graph_does",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N181",
+        "memory that is written gets the strides of the op's form that does not write",
+        (('        if new.meta["val"].stride() == stride:', "        if True:"),),
+        (f"{CORE}test_a_core_graph_computes_what_the_graph_does",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N182",
+        "a compiled function is found for arguments that lie elsewhere in their memory",
+        ((', "places": places}', "}"),),
+        (f"{BEFORE}test_arguments_that_differ_have_other_keys",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N183",
+        "a compiled function is found for what an op of the user's was made of before",
+        (("or not _is_composite(target)", "or True"),),
+        (f"{BEFORE}test_what_its_name_does_not_tell_has_no_key",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N184",
+        "a compiled function is found that another version of this library made",
+        (('{"sources": _digest(), ', "{"),),
+        (f"{BEFORE}test_so_do_options_and_defaults",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N186",
         "a replay takes a dict with its keys in another order",
         (("            if len(order) > 1:\n", "            if False:\n"),),
         (
@@ -147,14 +203,14 @@ SILENT = (
         no_gpu=NO_GPU,
     ),
     Mutant(
-        "N179",
+        "N187",
         "a new state may have its keys in another order, which the next call does not see",
         (("    if rows and not agree(recipe, turned):", "    if False and not agree(recipe, turned):"),),
         ("tests/test_key_order.py::test_a_new_state_in_another_order[1]",),
         no_gpu=NO_GPU,
     ),
     Mutant(
-        "N180",
+        "N188",
         "a step begins without gradients, wherever its function begins with them",
         (
             (
@@ -166,7 +222,7 @@ SILENT = (
         no_gpu=NO_GPU,
     ),
     Mutant(
-        "N181",
+        "N189",
         "gradients are differentiable because declared constants ask for gradients",
         ((" and not is_constant(leaf)", ""),),
         ("tests/test_of_autograd.py::test_declared_constants_make_no_gradient_differentiable",),

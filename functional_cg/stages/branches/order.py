@@ -34,7 +34,8 @@ class _Calls:
     Attributes:
       units: The units.
       views: Views of what is there before all calls.
-      of: The calls of each unit: one, and the views of what it makes; of a collective, also what waits for it.
+      of: The calls of each unit: one, and the views of what it makes; of a collective, also what waits for it. A view
+        that waits for another value, too, is a unit that takes no time.
     """
 
     units: list[Unit]
@@ -44,19 +45,24 @@ class _Calls:
     @classmethod
     def among(cls, instrs: Sequence[Instr], *, fused: bool = False) -> _Calls:
         sizes, owner, found = storage_bytes(instrs), dict[Var, int](), cls([], [], {})
-        made: set[Memory] = set()
+        made, marks = set[Memory](), dict[int, Memory]()
         for instr in instrs:
-            owners = [owner[var] for var in instr.inputs() if var in owner]
+            owners = {owner[var] for var in instr.inputs() if var in owner}
             if instr.only_views and not owners:
                 found.views.append(instr)
                 continue
-            if not instr.only_views:
+            if not instr.only_views or len({var.storage for var in instr.inputs()}) > 1:
                 reads, writes = accesses(instr)
-                unit = Unit(instr.name, [], reads, writes - {LINK}, site=instr.site)
-                weighed(unit, instr, fused=fused)
-                unit.made |= {one: sizes[one] for one in writes - reads - made if one in sizes}
-                made |= unit.made.keys()
-                owners = [len(found.units)]
+                number, before = len(found.units), frozenset(marks[one] for one in owners if one in marks)
+                unit = Unit(instr.name, [], reads | before, writes - {LINK}, site=instr.site)
+                if instr.only_views:  # it waits for another value, too, and what reads it waits for it
+                    marks[number] = f"view {number}"
+                    unit.writes |= {marks[number]}
+                else:
+                    weighed(unit, instr, fused=fused)
+                    unit.made |= {one: sizes[one] for one in writes - reads - made if one in sizes}
+                    made |= unit.made.keys()
+                owners = {number}
                 found.units.append(unit)
                 found.of[unit] = []
             owner |= dict.fromkeys(instr.outputs(), max(owners))

@@ -19,7 +19,6 @@ from ...state.arena import BufferSpec
 
 __all__ = [
     "CAST",
-    "ON_ROWS",
     "VIEWS",
     "is_written",
     "narrow_views",
@@ -242,6 +241,3 @@ def is_written(node: fx.Node) -> bool:
 def _dim(node: Any, of: Any, position: int = 1) -> int:
     """Return the dimension that a call names, counted from the first."""
     return int(node.args[position] % max(1, len(of.meta["spec"].shape)))
-
-
-ON_ROWS = (_picked_slope,)

@@ -20,7 +20,7 @@ from .canonical import CAST, VIEWS, is_written, narrow_views, softmax_by_rows, s
 from .logits import is_large, product_of, writes
 from .padding import Padded, may_be_padded
 
-__all__ = ["ON_CROSS_ENTROPY", "join_gradients"]
+__all__ = ["join_gradients"]
 
 _aten = torch.ops.aten
 _GRADIENT = _aten._log_softmax_backward_data.default
@@ -234,6 +234,3 @@ def _total(losses: Tensor, number: Tensor, reduction: int) -> Tensor:
     if not reduction:
         return losses
     return losses.sum() / number if reduction == 1 else losses.sum()
-
-
-ON_CROSS_ENTROPY = (_number, _scale, _total)

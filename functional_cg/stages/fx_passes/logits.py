@@ -23,7 +23,7 @@ from ..program import Program
 from .canonical import CAST, VIEWS, is_written
 
 __all__ = [
-    "ON_LOGITS", "has_large_logits", "is_large", "product_of", "read_targets_first", "writes",
+    "has_large_logits", "is_large", "product_of", "read_targets_first", "writes",
 ]  # fmt: skip
 
 _LARGE = 2**25  # bytes
@@ -171,6 +171,3 @@ def _slope(
     each = -(grad / number if reduction == 1 else grad)
     total = torch.where(target != ignored, each, 0).unsqueeze(dim)
     return (of_loss - logp.exp() * total).to(dtype)
-
-
-ON_LOGITS = (_picked, _log_softmax, _loss, _slope)

@@ -15,18 +15,12 @@ from . import old_values, updates
 from .old_values import AFTER, NOW, OWN, keep_old_values
 from .updates import UPDATE, Kind, as_calls
 
-__all__ = ["compiler_pass"]
+__all__ = ["compiler_pass", "register_lowerings"]
 
 
 def compiler_pass() -> Any:
     """Wrap :func:`keep_old_values` as inductor's last pass before it decides what runs in place."""
-    # Imported here: it takes two seconds, which a step that is not compiled should not pay.
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-    from torch._inductor.lowering import lowerings, register_lowering
-
-    if OWN not in lowerings:
-        for op, lowering in ((OWN, _owned), (NOW, _computed), (AFTER, _computed_after), (UPDATE, _updated)):
-            register_lowering(op, type_promotion_kind=None)(lowering)
 
     class KeepOldValues(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
@@ -36,6 +30,16 @@ def compiler_pass() -> Any:
             return get_hash_for_files((__file__, str(old_values.__file__), str(updates.__file__)))
 
     return KeepOldValues()
+
+
+def register_lowerings() -> None:
+    """Tell inductor how to lower our ops."""
+    # Imported here: it takes a second, which a step that is not compiled, or found compiled, should not pay.
+    from torch._inductor.lowering import lowerings, register_lowering
+
+    if OWN not in lowerings:
+        for op, lowering in ((OWN, _owned), (NOW, _computed), (AFTER, _computed_after), (UPDATE, _updated)):
+            register_lowering(op, type_promotion_kind=None)(lowering)
 
 
 def _owned(value: Any) -> Any:

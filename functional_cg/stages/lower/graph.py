@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -14,17 +12,14 @@ from torch import Tensor, fx
 
 from ...random import decompose_random_bits
 from ...shards.transfers import TRANSFERS
-from ..fx_passes.canonical import ON_ROWS
-from ..fx_passes.cross_entropy import ON_CROSS_ENTROPY
-from ..fx_passes.logits import ON_LOGITS
 from ..layouts import laid_out
-from ..passes.division import DIVISIONS, division_of
+from ..passes.division import division_of
 from ..passes.float8 import overflow_of, to_float8
 from ..passes.formulas import FORMULAS, WITH_SCALARS
 from ..program import Instr, Program, SlotRange, Var, map_vars, vars_in, written_storages
 from ..schedule import Schedule
 
-__all__ = ["Entrance", "build_graph", "calls_of", "sources"]
+__all__ = ["Entrance", "build_graph", "calls_of"]
 
 _CLONE = torch.ops.aten.clone.default
 _AS_STRIDED = torch.ops.aten.as_strided.default
@@ -274,31 +269,6 @@ def calls_of(graph: fx.Graph) -> dict[str, Instr]:
         if call is not None:
             found[node.name] = call
     return found
-
-
-def sources() -> dict[str, str]:
-    """Return the library's functions that a graph may call, with digests of their source for torch's cache key.
-
-    Without them, torch caches only the kernels of such a graph, and traces it again in each process.
-    """
-    functions = (
-        decompose_random_bits,
-        _restrided,
-        laid_out,
-        to_float8,
-        *DIVISIONS.values(),
-        *FORMULAS.values(),
-        *ON_LOGITS,
-        *ON_CROSS_ENTROPY,
-        *ON_ROWS,
-    )
-    modules = {function.__module__: inspect.getmodule(function) for function in functions}
-    digests = {
-        name: hashlib.sha256(inspect.getsource(module).encode()).hexdigest()
-        for name, module in modules.items()
-        if module is not None
-    }
-    return {f"{f.__module__}.{f.__name__}": digests[f.__module__] for f in functions}
 
 
 def _draws_in_bulk(instr: Instr) -> bool:

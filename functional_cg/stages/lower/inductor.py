@@ -1,4 +1,4 @@
-"""Compile a step's graph with ``torch._inductor.standalone_compile``, and choose its options."""
+"""Compile a step's graph with inductor, and choose its options."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, fx
 
 from ...concurrency.garbage import no_garbage_collection
-from ..fx_passes.lowerings import compiler_pass
-from .graph import sources
+from ...tensors.fake_mode import compiler_mode
+from ..core.graph import core_graph
+from ..core.lookup import found, keep, key_of
+from ..fx_passes.lowerings import compiler_pass, register_lowerings
 
 __all__ = ["compile_graph", "opened", "start_workers"]
 
@@ -22,8 +24,8 @@ _INDUCTOR_OPTIONS: Mapping[str, Any] = MappingProxyType(
     {"triton.cudagraphs": False, "triton.cudagraph_trees": False}
 )
 
-# Autotune kernels on the values of the first run, as `torch.compile` does. `standalone_compile` would by default
-# autotune on made-up values, whose indices may be out of range: a fault from which a GPU does not recover.
+# Autotune kernels on the values of the first run, as `torch.compile` does, and not on made-up values, whose indices may
+# be out of range: a fault from which a GPU does not recover.
 _REAL_VALUES: Mapping[str, Any] = MappingProxyType({"triton.autotune_at_compile_time": False})
 
 # Inductor's passes move the launch of a collective next to its wait, or the wait next to the first use of its result;
@@ -61,8 +63,8 @@ _CLOSURES = 200  # that `opened` looks behind, at most
 def start_workers() -> None:
     """Start the processes that compile kernels for a GPU, and return at once: they take seconds to import torch.
 
-    `torch.compile` does so in front of its own trace; `standalone_compile` does not, and compiles kernel after kernel
-    in this process until they are there.
+    `torch.compile` does so in front of its own trace; until they are there, kernel after kernel is compiled in this
+    process.
     """
     from torch._inductor.async_compile import maybe_warm_pool
 
@@ -88,9 +90,7 @@ def compile_graph(
       in_order: Whether its collectives must keep their order.
       beside: Whether its launches may run side by side.
     """
-    from torch._inductor import standalone_compile
-
-    options = {**_INDUCTOR_OPTIONS, **_REAL_VALUES, "unsafe_marked_cacheable_functions": sources()}
+    options = {**_INDUCTOR_OPTIONS, **_REAL_VALUES}
     options["post_grad_custom_post_pass"] = compiler_pass()
     options |= _ON_HOST if on_host else {**_ON_GPU, **(_TOGETHER if small else _CLOSE_PAIRS)}
     if in_order:
@@ -101,12 +101,57 @@ def compile_graph(
         options["deterministic"] = True  # never choose a variant of a reduction by timing it
     # The compiler makes a million objects, none of them garbage: to look for it took a tenth of a compilation.
     with no_garbage_collection():
-        return standalone_compile(
-            graph,
-            list[Any](arguments),
-            dynamic_shapes="from_example_inputs",
-            options={"config_patches": options},
-        )
+        return _compiled(graph, arguments, options)
+
+
+def _compiled(
+    graph: fx.GraphModule, arguments: Sequence[Tensor], options: dict[str, Any]
+) -> Callable[..., Any]:
+    """Return what inductor makes of a graph's core graph, or made of an equal one's."""
+    from torch._inductor import config
+    from torch._inductor.debug import reset_provenance_globals
+    from torch._inductor.virtualized import V
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+    mode = compiler_mode()
+    with (
+        config.patch(options),
+        torch._guards.tracing(torch._guards.TracingContext(mode)),
+        V.set_fake_mode(mode),
+        reset_provenance_globals(),
+        _use_lazy_graph_module(True),
+    ):
+        given = [mode.from_tensor(one, static_shapes=True) for one in arguments]
+        key = key_of(graph, given)
+        compiled = None if key is None else found(key, given)
+        if compiled is None:
+            compiled = _made(core_graph(graph, given, mode))
+            if key is not None:
+                keep(key, compiled)
+
+    def run(*given: Tensor) -> Any:
+        return compiled(list(given))
+
+    return run
+
+
+def _made(module: fx.GraphModule) -> Any:
+    """Call inductor behind torch's own trace of a graph, which :func:`core_graph` replaces."""
+    from torch._inductor import compile_fx, config
+
+    register_lowerings()
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    outputs: Any = module.graph.output_node().args[0]
+    extra: Any = compile_fx.create_compiler_config_extra
+    (asked,) = inspect.signature(extra).parameters  # torch 2.11 asks for its options, 2.13 for the graph
+    return compile_fx.compile_fx_forward(
+        module,
+        inputs,
+        num_orig_model_outputs=len(outputs),
+        num_example_inputs=len(inputs),
+        compiler_config_extra=extra({"config": config, "gm": module}[asked]),
+        is_inference=True,
+    )
 
 
 def opened(compiled: Callable[..., Any]) -> tuple[str, dict[str, Any]] | None:

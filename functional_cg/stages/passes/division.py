@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..program import Instr
 
-__all__ = ["DIVISIONS", "division_of"]
+__all__ = ["division_of"]
 
 
 def division_of(instr: Instr) -> Callable[..., Tensor] | None:
@@ -25,7 +25,7 @@ def division_of(instr: Instr) -> Callable[..., Tensor] | None:
         return None
     if "out" in instr.kwargs:  # torch itself writes it
         return None
-    return DIVISIONS.get(name) if any(out.spec.dtype.is_floating_point for out in instr.outputs()) else None
+    return _DIVISIONS.get(name) if any(out.spec.dtype.is_floating_point for out in instr.outputs()) else None
 
 
 def remainder(value: Any, other: Any) -> Tensor:
@@ -78,7 +78,7 @@ def _of_other_sign(rest: Tensor, other: Any) -> Tensor:
     return torch.where(other < 0, rest > 0, rest < 0)
 
 
-DIVISIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
+_DIVISIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {
         "aten::remainder": remainder,
         "aten::remainder_": remainder_,

@@ -1,0 +1,167 @@
+"""Trace one call of a graph into the core calls that torch's compiler knows: no writes, and no ops made of other ops.
+
+This module is the only one that uses torch's tracer of graphs, its formulas for ops, and the tensors that turn writes
+into values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+
+__all__ = ["Expander", "Expansion", "Same", "leaves"]
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """A result of a call that is one of its tensors: that with this number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """What a call becomes.
+
+    Attributes:
+      module: Its calls, on one placeholder for each tensor; ``meta["val"]`` of a node is a fake tensor, or several.
+      results: The call's results, nested as it nests them: nodes, :class:`Same`, and what is no tensor.
+      written: The new values of tensors that the call writes, by their numbers.
+    """
+
+    module: fx.GraphModule
+    results: Any
+    written: Mapping[int, fx.Node]
+
+
+class Expander:
+    """Traces calls on fake tensors.
+
+    Args:
+      mode: The mode of the fake tensors.
+    """
+
+    def __init__(self, mode: Any) -> None:
+        from torch._inductor.decomposition import select_decomp_table
+
+        self._mode, self._formulas = mode, select_decomp_table()
+
+    def call(self, source: fx.Node, call: Callable[..., Any], tensors: Sequence[Tensor]) -> Expansion:
+        """Expand a call.
+
+        Args:
+          source: Its node.
+          call: The call as a function of its tensors.
+          tensors: Fake tensors like them, each with memory of its own.
+        """
+        found: list[Any] = []
+
+        def traced(*given: Tensor) -> list[Tensor]:
+            known = [_functional(one) for one in given]
+            before = list(map(_layout, known))
+            numbers = {id(one): number for number, one in enumerate(known)}
+
+            def plain(one: Any) -> Any:
+                number = numbers.get(id(one))
+                unmoved = number is not None and _layout(one) == before[number]
+                return Same(number) if unmoved and number is not None else _plain(one)
+
+            results = map_aggregate(call(*known), plain)
+            written = {number: _plain(one) for number, one in enumerate(known) if _is_written(one)}
+            made, memory = _tensors(results), {_memory(one) for one in written.values()}
+            if any(_memory(one) in memory for one in made):
+                raise NotImplementedError(f"{source.target} writes a tensor and returns a view of it")
+            found.extend((results, list(written)))
+            return [*made, *written.values()]
+
+        module, nodes = self._trace(source, traced, tensors)
+        results, written = found
+        rest = iter(nodes)
+        results = map_aggregate(results, lambda one: next(rest) if isinstance(one, Tensor) else one)
+        return Expansion(module, results, dict(zip(written, rest, strict=True)))
+
+    def write(
+        self, source: fx.Node, call: Callable[..., Any], place: int, number: int, tensors: Sequence[Tensor]
+    ) -> Expansion:
+        """Expand a write into a view that a call returns.
+
+        Args:
+          source: The call's node.
+          call: The call as a function of its tensors.
+          place: The view's place among its results.
+          number: Which of its tensors is viewed, and thereby written.
+          tensors: Fake tensors like those of the call, and one like the new value of the view.
+        """
+
+        def traced(*given: Tensor) -> list[Tensor]:
+            known = [_functional(one) for one in given[:-1]]
+            view: Any = leaves(call(*known))[place]
+            view.replace_(given[-1])
+            view.commit_update()
+            return [_plain(known[number])]
+
+        module, (node,) = self._trace(source, traced, tensors)
+        return Expansion(module, (), {number: node})
+
+    def _trace(
+        self, source: fx.Node, call: Callable[..., Any], tensors: Sequence[Tensor]
+    ) -> tuple[fx.GraphModule, Sequence[fx.Node]]:
+        from torch._dispatch.python import enable_python_dispatcher
+        from torch._subclasses.functional_tensor import FunctionalTensorMode
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        with (
+            fx.traceback.preserve_node_meta(),
+            self._mode,
+            enable_python_dispatcher(),
+            FunctionalTensorMode(),
+        ):
+            trace = make_fx(call, decomposition_table=self._formulas, _disable_torch_fn_metadata_mode=True)
+            module = trace(*tensors)
+        for node in module.graph.nodes:
+            schema = getattr(node.target, "_schema", None)
+            if node.op == "call_function" and schema is not None and schema.is_mutable:
+                raise NotImplementedError(f"{source.target} writes by {node.target}, which has no other form")
+        nodes: Any = module.graph.output_node().args[0]
+        return module, nodes
+
+
+def leaves(nested: Any) -> list[Any]:
+    """Return what is in nested lists, tuples and dicts, in order."""
+    found: list[Any] = []
+    map_aggregate(nested, found.append)
+    return found
+
+
+def _tensors(nested: Any) -> list[Tensor]:
+    return [one for one in leaves(nested) if isinstance(one, Tensor)]
+
+
+def _functional(tensor: Tensor) -> Any:
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return FunctionalTensor.to_functional(tensor)
+
+
+def _plain(value: Any) -> Any:
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return value.from_functional() if isinstance(value, FunctionalTensor) else value
+
+
+def _is_written(tensor: Any) -> bool:
+    written: Any = getattr(torch, "_functionalize_has_data_mutation")  # noqa: B009
+    return bool(written(tensor.elem))
+
+
+def _layout(tensor: Tensor) -> Any:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
