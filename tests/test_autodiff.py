@@ -502,3 +502,9 @@ def test_gradients_stay_on_the_thread_that_the_caller_wants() -> None:
         with torch.autograd.set_multithreading_enabled(enabled):
             fcg.grad(loss)(torch.ones(2))
     assert seen == [True, True, False, False]
+
+
+@pytest.mark.parametrize("transform", [fcg.value_and_grad, fcg.grad])
+def test_what_is_no_function_is_refused_at_once(transform: Any) -> None:
+    with pytest.raises(TypeError, match="value_and_grad: expected a function, got Tensor"):
+        transform(torch.ones(2))

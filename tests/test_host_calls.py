@@ -260,6 +260,14 @@ def in_a_directory() -> Any:
     )
 
 
+def of_which_there_are_subclasses() -> Any:
+    class Base:
+        pass
+
+    kinds = [type("First", (Base,), {})]
+    return lambda x, one: x * len(Base.__subclasses__()), lambda: kinds.append(type("Second", (Base,), {}))
+
+
 # -- classes -----------------------------------------------------------------------------------------------------------
 
 
@@ -362,7 +370,7 @@ CHANGES = [
     a_view_of_items, a_view_of_keys, a_view_of_values, what_a_chain_lacks, whether_a_chain_has_a_key, a_weak_key,
     a_weak_value, as_object_stores_it, through_a_lookup_of_its_own, in_a_format, in_a_format_by_name,
     in_the_namespace_of_a_module, in_a_directory, a_shadow_above, a_method_above, another_base, a_length_from_now_on,
-    an_equality_from_now_on, an_event, a_level, a_lock, the_length_of_a_queue,
+    an_equality_from_now_on, an_event, a_level, a_lock, the_length_of_a_queue, of_which_there_are_subclasses,
 ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ The table is generated: where a value lives, how it is read, how it is changed. 
 from __future__ import annotations
 
 import array
+import builtins
 import collections
 import contextlib
 import contextvars
@@ -652,6 +653,20 @@ def a_builtin_that_is_shadowed() -> Any:
     return names["step"], lambda: names.update(max=min)
 
 
+def a_builtin_anew() -> Any:
+    names: dict[str, Any] = {"__builtins__": builtins}
+    exec(compile("def step(x, one): return x * added_by_hand()", "train.py", "exec"), names)
+    builtins.added_by_hand = lambda: 2.0  # type: ignore[attr-defined]
+    return names["step"], lambda: setattr(builtins, "added_by_hand", lambda: 5.0)
+
+
+def a_number_among_builtins() -> Any:
+    names: dict[str, Any] = {"__builtins__": builtins}
+    exec(compile("def step(x, one): return x * scale_by_hand", "train.py", "exec"), names)
+    builtins.scale_by_hand = 2.0  # type: ignore[attr-defined]
+    return names["step"], lambda: setattr(builtins, "scale_by_hand", 5.0)
+
+
 def a_forward_of_one_module() -> Any:
     module = torch.nn.ReLU()
     return lambda x, one: module(x), lambda: setattr(module, "forward", lambda x: x * 5)
@@ -958,7 +973,8 @@ CHANGES = [
     of_the_class, of_the_metaclass, a_property_anew, what_a_descriptor_holds, a_descriptor_anew, a_method_anew,
     a_method_of_a_subclass, a_method_of_one_object, a_class_method_anew, an_operator_anew, a_base_anew, a_long_list,
     a_large_array, a_view_of_an_array, the_size_of_an_array, a_flag_of_numpy, a_partial_anew, a_partial_bound_anew,
-    a_builtin_that_is_shadowed, a_forward_of_one_module, a_hook, a_hook_on_all_modules, a_module_of_a_list,
+    a_builtin_that_is_shadowed, a_builtin_anew, a_number_among_builtins, a_forward_of_one_module, a_hook,
+    a_hook_on_all_modules, a_module_of_a_list,
     a_module_that_is_replaced, a_schedule_of_torch, a_rate_of_torch, equal_keys, the_sign_of_zero, a_decimal, an_alias,
     an_alias_as_an_argument, a_deque, an_ordered_dict, a_chain_map, a_user_list, a_default_dict, a_named_tuple_anew,
     a_fraction, a_global_that_is_deleted, a_function_in_a_table, code_of_a_function, code_of_a_method,
@@ -971,7 +987,11 @@ CHANGES = [
 
 @pytest.mark.parametrize("make", CHANGES, ids=lambda make: make.__name__)
 def test_each_change_is_loud(make: Any) -> None:
-    assert isinstance(law(make), fcg.BakedValueError)
+    try:
+        assert isinstance(law(make), fcg.BakedValueError)
+    finally:
+        for name in {"added_by_hand", "scale_by_hand"} & set(vars(builtins)):
+            delattr(builtins, name)
 
 
 # -- what goes on from call to call ---------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import functional_cg as fcg
 from functional_cg import tree
 from functional_cg.call.inputs import InputLayout, as_input, input_layout
 from functional_cg.call.matcher import layout_matcher
-from functional_cg.call.mismatch import layout_differences
+from functional_cg.call.mismatch import alike, layout_differences
 from functional_cg.call.staging import Staging
 from functional_cg.errors import LayoutError
 from functional_cg.testing.strategies import pytrees
@@ -210,10 +210,18 @@ def test_number_of_arguments_and_names_are_part_of_the_layout() -> None:
         assert layout_differences(expected, layout_of(*args, **kwargs)) != []
 
 
-def test_writing_order_of_dicts_does_not_matter() -> None:
+def test_the_order_of_keys_is_told_apart_from_a_layout() -> None:
+    """The function may loop over a dict; in which order a call names its parameters, it does not see."""
     expected = layout_of({"a": 1, "b": 2.0}, x=1, y=2.0)
-    live = match(expected, {"b": 3.0, "a": 4}, y=5.0, x=6)
-    assert [leaf.item() for leaf in live] == [4, 3.0, 6, 5.0]
+    for args, kwargs in (
+        (({"b": 3.0, "a": 4},), {"x": 6, "y": 5.0}),
+        (({"a": 4, "b": 3.0},), {"y": 5.0, "x": 6}),
+    ):
+        assert layout_matcher(expected, CPU)(args, kwargs) is None
+        assert alike(expected, layout_of(*args, **kwargs))
+    named = input_layout(["batch"], ((1,), {"x": 1, "y": 2.0, "z": 3.0}), CPU, parameters={"x", "y"})[0]
+    live = match(named, 1, z=4.0, y=5.0, x=6)
+    assert [leaf.item() for leaf in live] == [1, 6, 5.0, 4.0]
 
 
 def test_equal_keys_of_other_types_are_other_keys() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -33,6 +33,7 @@ __all__ = [
     "foreign_function_modes",
     "in_a_backward",
     "inside_a_step",
+    "is_constant",
     "refuse_anomaly_mode",
     "refuse_foreign_modes",
     "refuse_reentrant_checkpoint",
@@ -57,12 +58,14 @@ class _InStep(BaseTorchFunctionMode):
 
     Attributes:
       mesh: Mesh of the step's states; None if they lie on none.
+      constants: Ids of the declared constants: no gradient with respect to them is of use.
       casts_kept: Whether autocast may have kept a cast: the step itself has turned its cache on.
     """
 
-    def __init__(self, mesh: Mesh | None) -> None:
+    def __init__(self, mesh: Mesh | None, constants: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.mesh = mesh
+        self.constants = frozenset(map(id, constants))
         self.casts_kept = False
 
     def __torch_function__(
@@ -117,21 +120,22 @@ def refuse_reentrant_checkpoint(name: str) -> None:
 
 
 @contextlib.contextmanager
-def canonical(mesh: Mesh | None = None) -> Iterator[None]:
+def canonical(mesh: Mesh | None = None, constants: Iterable[torch.Tensor] = ()) -> Iterator[None]:
     """Enter the setting in which a step runs, traced or eager, regardless of the caller's modes.
 
-    The caller's grad mode and autocast do not apply; its inference mode has been left already. The autocast
-    cache is off (it would make a weight's gradient depend on how often the weight was cast), autograd stays on
-    the calling thread, scripted functions run call by call (specialised to what they have seen, they refuse the
-    tensors of a trace), and a function mode is on, since modules such as ``MultiheadAttention`` take another
-    path under one.
+    The caller's grad mode and autocast do not apply; its inference mode has been left already. Autograd records, as
+    it does where the function is called by itself. The autocast cache is off (it would make a weight's gradient
+    depend on how often the weight was cast), autograd stays on the calling thread, scripted functions run call by
+    call (specialised to what they have seen, they refuse the tensors of a trace), and a function mode is on, since
+    modules such as ``MultiheadAttention`` take another path under one.
 
     Args:
       mesh: Mesh of the step's states; None if they lie on none.
+      constants: Declared constants.
     """
-    mode = _InStep(mesh)
+    mode = _InStep(mesh, constants)
     call_by_call = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
-    with torch.no_grad(), torch.autograd.set_multithreading_enabled(False), call_by_call:
+    with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False), call_by_call:
         with mode, _without_autocast(mode):
             yield
 
@@ -168,6 +172,12 @@ def current_mesh() -> Mesh | None:
     """Return the mesh of the step running on this thread; None without a step, or without a mesh."""
     step = _step()
     return None if step is None else step.mesh
+
+
+def is_constant(tensor: torch.Tensor) -> bool:
+    """Whether the step running on this thread, if any, has declared a tensor a constant."""
+    step = _step()
+    return step is not None and id(tensor) in step.constants
 
 
 def _step() -> _InStep | None:

@@ -8,7 +8,7 @@ Leaves may be on the state's device, on the CPU (pageable or pinned) or in numpy
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,15 +32,17 @@ class InputLayout:
 
     Attributes:
       roots: Parameter names of the positional inputs.
-      treedef: Structure of ``(args, kwargs)`` without the bound states.
+      treedef: Structure of ``(args, kwargs)`` without the bound states, with the key order that the function sees.
       names: Key path of each leaf, as text, starting at the parameter's name.
       leaves: For each leaf its spec if it is live, else the object itself.
+      extras: Names that no parameter has, and that ``**kwargs`` collects, in order.
     """
 
     roots: tuple[str, ...]
     treedef: Treedef
     names: tuple[str, ...]
     leaves: tuple[Any, ...]
+    extras: tuple[str, ...] = ()
 
     @property
     def arguments(self) -> dict[str, Treedef]:
@@ -58,6 +60,10 @@ class InputLayout:
         return tuple(
             n for n, leaf in zip(self.names, self.leaves, strict=True) if isinstance(leaf, BufferSpec)
         )
+
+    def ordered_as(self, other: InputLayout) -> InputLayout:
+        """Return this layout with keys in the order of another one, which differs in that at most."""
+        return replace(self, treedef=other.treedef, extras=other.extras)
 
     def fill(self, live: Sequence[Any]) -> Any:
         """Return the tree of inputs with the given live leaves."""
@@ -97,7 +103,11 @@ def _names(roots: Sequence[str], paths: Sequence[KeyPath]) -> tuple[str, ...]:
 
 
 def input_layout(
-    roots: Sequence[str], inputs: Any, device: torch.device | None, function: str = ""
+    roots: Sequence[str],
+    inputs: Any,
+    device: torch.device | None,
+    function: str = "",
+    parameters: Set[str] = frozenset(),
 ) -> tuple[InputLayout, list[Tensor]]:
     """Return the layout of inputs, and their live leaves.
 
@@ -106,11 +116,14 @@ def input_layout(
       inputs: ``(args, kwargs)`` without the bound states.
       device: The state's device; specs place host leaves there, too.
       function: Name of the user's function.
+      parameters: Names of its parameters: in which order a call names them is not seen by the function.
     Raises:
       LayoutError: If leaves cannot be copied in; it lists the first five.
     """
-    flat, treedef = pytree.flatten(inputs)
-    treedef = treedef.sorted()  # the function sees the keys of every batch in one order
+    args, named = inputs
+    extras = tuple(name for name in named if name not in parameters)
+    kwargs = {name: named[name] for name in (*sorted(named.keys() & parameters), *extras)}
+    flat, treedef = pytree.flatten((args, kwargs))
     roots = [roots[i] if i < len(roots) else f"inputs[{i}]" for i in range(len(inputs[0]))]
     names = _names(roots, treedef.paths())
     tensors = [as_input(value) for value in flat]
@@ -123,7 +136,7 @@ def input_layout(
             home = device if device is not None and tensor.is_cpu else tensor.device
             leaves.append(replace(BufferSpec.of(tensor), device=home))
     live = [tensor for tensor in tensors if tensor is not None]
-    return InputLayout(tuple(roots), treedef, names, tuple(leaves)), live
+    return InputLayout(tuple(roots), treedef, names, tuple(leaves), extras), live
 
 
 def _refuse_unfit(

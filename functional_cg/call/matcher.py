@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import tree as pytree
 from ..ambient.setting import diverted
 from ..pytree.sameness import same
+from ..pytree.treedef import order_diff
 from ..state.arena import BufferSpec, unplaceable
 from ..state.handle import Handle
 from ..tree import Treedef
@@ -35,6 +36,7 @@ def layout_matcher(
         "convert": _convert,
         "same": same,
         "flatten": pytree.flatten,
+        "order_diff": order_diff,
         "Handle": Handle,
         "opened": _opened,
         "transforms": torch._C._functorch.peek_interpreter_stack,  # private; test_inputs notices a change
@@ -68,7 +70,7 @@ def layout_matcher(
         lines.append(f"    {t} = convert({t}, {name(want)})")
         lines.append(f"    if {t} is None: return None")
 
-    def node(expr: str, treedef: Treedef) -> None:
+    def node(expr: str, treedef: Treedef, order: tuple[Any, ...] | None = None) -> None:
         if treedef.is_leaf:
             leaf(expr, next(leaves))
             return
@@ -90,6 +92,11 @@ def layout_matcher(
         elif kind is dict:
             lines.append(f"if type({variable}) is not dict or len({variable}) != {count}: return None")
             keys = treedef.context.sorted
+            order = treedef.context.put_in if order is None else order
+            if len(order) > 1:
+                kept = "" if len(order) == count else f" if key in {name(frozenset(order))}"
+                found = f"(*{variable},)" if not kept else f"tuple([key for key in {variable}{kept}])"
+                lines.append(f"if {found} != {name(order)}: return None")
             if any(
                 type(key) is not str for key in keys
             ):  # True is 1 to Python, and finds its place in a dict
@@ -98,7 +105,7 @@ def layout_matcher(
             children = [f"{variable}[{name(key)}]" for key in keys]
         else:
             lines.append(f"{variable}, got = flatten({variable})")
-            lines.append(f"if got != {name(treedef)}: return None")
+            lines.append(f"if got != {name(treedef)} or order_diff({name(treedef)}, got): return None")
             for i in range(treedef.num_leaves):
                 leaf(f"{variable}[{i}]", next(leaves))
             return
@@ -106,7 +113,7 @@ def layout_matcher(
             node(child_expr, child)
 
     node("args", layout.treedef.children[0])
-    node("kwargs", layout.treedef.children[1])
+    node("kwargs", layout.treedef.children[1], order=layout.extras)
     body = "".join(f"        {line}\n" for line in lines)
     source = (
         f"def match(args, kwargs):\n    try:\n{body}"

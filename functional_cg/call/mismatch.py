@@ -10,18 +10,28 @@ import torch
 
 from .. import tree as pytree
 from ..pytree.sameness import same
+from ..pytree.treedef import order_diff
 from ..state.arena import BufferSpec
 from ..tree import Treedef
 from .inputs import InputLayout
 from .signature import Call
 
-__all__ = ["layout_differences", "layout_fix", "states_fix"]
+__all__ = ["alike", "layout_differences", "layout_fix", "order_differences", "states_fix"]
 
 
 def layout_differences(expected: InputLayout, got: InputLayout) -> list[str]:
     """Return all differences between two layouts, one line each."""
     if expected.treedef != got.treedef:
         return _structure_rows(expected, got)
+    return _leaf_rows(expected, got)
+
+
+def alike(expected: InputLayout, got: InputLayout) -> bool:
+    """Whether two layouts differ in the order of keys at most."""
+    return expected.treedef == got.treedef and not _leaf_rows(expected, got)
+
+
+def _leaf_rows(expected: InputLayout, got: InputLayout) -> list[str]:
     rows = []
     for name, want, have in zip(expected.names, expected.leaves, got.leaves, strict=True):
         if isinstance(want, BufferSpec) and isinstance(have, BufferSpec):
@@ -29,6 +39,16 @@ def layout_differences(expected: InputLayout, got: InputLayout) -> list[str]:
                 rows.append(f"{name}  expected {want}   got {have}")
         elif isinstance(want, BufferSpec) or isinstance(have, BufferSpec) or not same(want, have):
             rows.append(f"{name}  expected {_shown(want)}   got {_shown(have)}")
+    return rows
+
+
+def order_differences(expected: Call, got: Call) -> list[str]:
+    """Return where two calls that do not differ otherwise have keys in another order, one line each."""
+    want, have = (one.layout.arguments | {s.name: s.node for s in one.states} for one in (expected, got))
+    rows = [row for name in want for row in order_diff(want[name], have[name], name)]
+    if expected.layout.extras != got.layout.extras:
+        orders = (", ".join(one.layout.extras) for one in (expected, got))
+        rows.append("arguments by name  expected {}   got {}".format(*orders))
     return rows
 
 
@@ -70,6 +90,11 @@ def layout_fix(expected: InputLayout, got: InputLayout, more: str) -> str:
         for name, want, have in zip(expected.names, expected.leaves, got.leaves, strict=True)
         if not same(want, have) and not _same_spec(want, have)
     ]
+    if not pairs:
+        return (
+            "give the keys that order, as in `{key: batch[key] for key in order}`, since the function does otherwise "
+            f"in this one; to pay for one more graph, use {more}."
+        )
     for name, want, have in pairs:
         if not isinstance(want, BufferSpec) or not isinstance(have, BufferSpec):
             return _object_fix(name, have)
@@ -91,7 +116,7 @@ def states_fix(states: Mapping[str, Treedef], expected: InputLayout, call: Call)
     """
     given = {state.name for state in call.states}
     for name, node in states.items():
-        if name not in given and call.layout.arguments.get(name) == node.sorted():
+        if name not in given and call.layout.arguments.get(name) == node:
             return f"`{name}` is a plain tree, such as `fcg.snapshot` returns: make it a state, `fcg.place({name})`."
     named = " and ".join(f"`{name}`" for name in states) or "no argument"
     whole = f"{call.function}({', '.join([*states, *expected.arguments])})"

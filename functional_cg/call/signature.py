@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from .. import tree as pytree
 from ..ambient.compiling import inlining
 from ..errors import AliasError, LayoutError
 from ..pytree.sameness import Exact
+from ..pytree.treedef import order_of
 from ..pytree.trees import static_values
 from ..state.arena import Arena, BufferSpec
 from ..state.boundary import refuse_meshes
@@ -85,12 +86,17 @@ class Call:
     steps: int
 
     def laid_out(self, layout: InputLayout, structures: Sequence[Treedef]) -> Call:
-        """Return the call as a trace sees it: strides from a layout, key order of states from structures."""
+        """Return the call as a trace sees it: strides and key order from a layout, those of states from structures."""
         states = (
             replace(state, seen_as=structure)
             for state, structure in zip(self.states, structures, strict=True)
         )
         return replace(self, layout=layout, states=tuple(states))
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """The keys of all dicts among the arguments, in the order that the function sees."""
+        return tuple(order_of(self.layout.treedef, *(state.node for state in self.states)))
 
     def value(self, number: int) -> Tensor | None:
         """Return a copy on the host of what a slot holds, counted over all states; None for a leaf on a mesh."""
@@ -229,7 +235,13 @@ class Signature:
     ) -> None:
         self.name = getattr(fn, "__name__", type(fn).__name__)
         self.donates, self._steps = donates, steps
-        self._static = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+        given: Any = (static_argnames,) if isinstance(static_argnames, str) else static_argnames
+        self._static = tuple(given) if isinstance(given, Iterable) else ()
+        if not isinstance(given, Iterable) or not all(isinstance(name, str) for name in self._static):
+            raise TypeError(
+                f"`{self.name}`: static_argnames must be names of parameters, got {static_argnames!r}.\n"
+                'To fix: `static_argnames=("train",)`.'
+            )
         try:
             parameters = list(inspect.signature(fn).parameters.values())
         except (TypeError, ValueError):  # a builtin without a signature
@@ -238,6 +250,9 @@ class Signature:
         self._names = [p.name for p in parameters if p.kind in positional]
         self._nameless = {p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_ONLY}
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        self._known = {
+            p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD
+        } - self._nameless
         known = {p.name for p in parameters}
         unknown = [name for name in self._static if name not in known]
         if unknown and not takes_any:
@@ -332,7 +347,7 @@ class Signature:
         refuse_meshes(((state.name, spec) for state in states for spec in state.specs), self.name)
         inputs = (tuple(copied), kwargs)
         device = states[0].arena.device if states else _first_device(inputs)
-        layout, live = input_layout(roots, inputs, device, self.name)
+        layout, live = input_layout(roots, inputs, device, self.name, self._known)
         if self._steps > 1:
             self._refuse_unstacked(layout)
         return Call(self.name, tuple(states), inputs, statics, layout, live, device, self._steps)

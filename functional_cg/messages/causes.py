@@ -117,7 +117,7 @@ def _assigned(site: Site) -> tuple[list[ast.expr], ast.Call] | None:
 
 
 def _without_gradient(site: Site, error: BaseException) -> str:
-    """Something is differentiated that autograd does not track: a step runs without gradients."""
+    """Something is differentiated that autograd does not track: the leaves of a state do not ask for gradients."""
     if "does not require grad" not in words_of(error):
         return ""
     match site.node:
@@ -125,8 +125,7 @@ def _without_gradient(site: Site, error: BaseException) -> str:
             if "differentiated" not in words_of(error):
                 return (
                     "`loss, grads = fcg.value_and_grad(loss_fn)(state.params)`; or compute "
-                    f"`{text_of(out)}` under `with torch.enable_grad():`, which a step begins without, from tensors "
-                    "with `requires_grad_()`"
+                    f"`{text_of(out)}` from tensors with `requires_grad_()`"
                 )
             given = [text_of(one) for one in inputs[:1]]
             return f"`{(given or ['x'])[0]}.requires_grad_()` before `{text_of(out)}` is computed from it"

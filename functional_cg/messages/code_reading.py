@@ -250,6 +250,8 @@ def _call(site: Site) -> tuple[str, str] | None:
 def _extremum(site: Site, name: str, args: Sequence[ast.expr]) -> str:
     if len(args) == 1 and isinstance(site.value(args[0]), torch.Tensor):
         return f"write `{operand(args[0])}.a{name}()`"
+    if any(isinstance(arg, ast.Starred) for arg in args):
+        return f"write `torch.stack([{', '.join(map(text_of, args))}]).a{name}(0)`"
     if len(args) == 1:
         return f"write `torch.stack(list({text_of(args[0])})).a{name}(0)`"
     numbers = [arg for arg in args if isinstance(arg, ast.Constant | ast.UnaryOp)]

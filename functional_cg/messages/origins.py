@@ -32,7 +32,7 @@ class Origin:
     Attributes:
       module: Path of the innermost module, from the name of its model on, ``GPT.h.0.attn``; "" outside of modules.
       line: The line of user code, if known.
-      forward: Whether it is a part of a forward: in a module, or where autograd records.
+      forward: Whether it is a part of a forward: in a module, or differentiated.
     """
 
     module: str = ""
@@ -60,6 +60,7 @@ class Origins:
     def __init__(self, work: OwnWork) -> None:
         self._work, self._locator = work, Locator()
         self._numbers: list[int] = []
+        self._last = _next_number()
         self._origins: list[Origin] = []
 
     def line(self) -> Location | None:
@@ -68,18 +69,18 @@ class Origins:
 
     def here(self, line: Location | None) -> Origin:
         """Return the origin of the call that is dispatched now, below autograd, from its :meth:`line`."""
-        module, node = self._work.module, _node()
+        module, node, number = self._work.module, _node(), _next_number()
         if node is None:
-            origin = Origin(module, line, bool(module) or torch.is_grad_enabled())
+            origin = Origin(module, line, bool(module) or number > self._last)
         else:
             made_for = self._of(node._sequence_nr())
             # A line only if code of the user runs inside of the backward: recomputed, a hook, an `autograd.Function`.
             inside = self._locator.locate(until=_ENGINE)
             origin = Origin(module or made_for.module, inside or made_for.line, forward=True)
-        number = _next_number()
-        if not self._numbers or number > self._numbers[-1]:
+        if not self._numbers or number > self._last:
             self._numbers.append(number)
             self._origins.append(origin)
+        self._last = number
         return origin
 
     def _of(self, node: int) -> Origin:

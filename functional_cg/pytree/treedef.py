@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from .nodes import same_static
 
-__all__ = ["LEAF", "KeyPath", "Names", "Treedef", "path_string", "structure_diff"]
+__all__ = ["LEAF", "KeyPath", "Names", "Treedef", "order_diff", "order_of", "path_string", "structure_diff"]
 
 KeyPath = tuple[Any, ...]
 
@@ -57,14 +57,6 @@ class Treedef:
             and same_static(_fixed(self.context), _fixed(other.context))
             and self.children == other.children
         )
-
-    def sorted(self) -> Treedef:
-        """Return the structure with the keys of all dicts in sorted order."""
-        children = tuple(child.sorted() for child in self.children)
-        context = self.context
-        if isinstance(context, Names):
-            context = replace(context, put_in=context.sorted)
-        return replace(self, context=context, children=children)
 
     def __hash__(self) -> int:
         return hash((self.kind, self.num_leaves, tuple(str(key) for key in self.keys), self.children))
@@ -149,3 +141,27 @@ def structure_diff(expected: Treedef, got: Treedef, root: str = "tree") -> list[
 
     walk(expected, got, ())
     return rows
+
+
+def order_diff(expected: Treedef, got: Treedef, root: str = "tree") -> list[str]:
+    """Return where dicts of two equal structures have their keys in another order, one line each, with key paths."""
+    rows: list[str] = []
+
+    def walk(a: Treedef, b: Treedef, path: KeyPath) -> None:
+        if isinstance(a.context, Names) and a.context.put_in != b.context.put_in:
+            want, have = (", ".join(map(repr, one.context.put_in)) for one in (a, b))
+            rows.append(f"{path_string(path, root)}  expected keys in the order {want}   got {have}")
+        for key, one, other in zip(a.keys, a.children, b.children, strict=True):
+            walk(one, other, (*path, key))
+
+    walk(expected, got, ())
+    return rows
+
+
+def order_of(*treedefs: Treedef) -> list[Any]:
+    """Return the keys of all dicts in some structures, in insertion order."""
+    found = []
+    for one in treedefs:
+        found += [one.context.put_in] if isinstance(one.context, Names) else []
+        found += order_of(*one.children)
+    return found

@@ -232,7 +232,7 @@ class Program:
       ranges: Ranges of slots that the lowered program reads as one vector.
       updates: Pairs (slot or range, new value) of the lowered program, without slots that are returned unchanged.
       outputs: Metrics: each a variable, or a Python value that is returned as it is.
-      output_def: Their tree structure.
+      output_def, state_def: Tree structures of them and of the new state, as returned.
       reports: What is printed or tapped at each call.
       applications: Calls of modules' functions.
       replaced: For each update, the trees that it handed back: the pairs (old value, new value) of their leaves.
@@ -255,6 +255,7 @@ class Program:
     updates: list[tuple[Var, Var]] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     output_def: Treedef | None = None
+    state_def: Treedef | None = None
     output_paths: list[KeyPath] = field(default_factory=list)
     reports: list[Report] = field(default_factory=list)
     applications: list[Application] = field(default_factory=list)

@@ -29,7 +29,7 @@ from ..stages.run.memory import scratch
 from ..stages.run.poison import Poisoned
 from ..stages.run.replay import MISS, Bound, Stats, finisher, recorder, replayer
 from ..stages.trace.footprint import inspection_of
-from ..stages.trace.recipe import BoundState, Recipe
+from ..stages.trace.recipe import Recipe
 from ..stages.trace.runs import trace
 from ..stages.trial.reference import Reference
 from ..stages.watch.host_watch import refuse_ambient_modes
@@ -72,7 +72,7 @@ class Transform:
         self._name = self._signature.name
         self._constants = Constants(self._name, options.constants)
         self._backend: Backend | None = None if isinstance(options.backend, str) else options.backend
-        self._shadow = Shadow(fn, self._name, donates=self._donates)
+        self._shadow = Shadow(fn, self._name, self._constants, donates=self._donates)
         self._to_verify = options.verify_calls if "verify" in str(options.debug) else 0
         self._lowered: dict[tuple[Any, ...], list[Lowered]] = {}
         self._captured: dict[tuple[int, Any], Captured] = {}
@@ -214,7 +214,7 @@ class Transform:
 
     def _replay(self, call: Call, lowered: Lowered) -> Callable[[], Any]:
         new = (key := (id(lowered), call.arenas)) not in self._captured
-        args, kwargs = call.arguments()
+        args, kwargs = (call := lowered.seen(call)).arguments()
         try:
             captured = self._captured_for(call, lowered)
             done = captured.run(args, kwargs)
@@ -246,9 +246,9 @@ class Transform:
         self._refuse_closed()
         call = self._take_apart(args, kwargs)
         # Inputs take the strides they have in a replay, because the order of a sum depends on strides.
-        known = next((one for one in self._lowered.get(call.static_key, ()) if one.fits(call)), None)
-        seen = call if known is None else known.seen(call)
-        result = run_eager(self._fn, seen, self._name, self.taps, donates=self._donates)
+        alike = (one.seen(call) for one in self._lowered.get(call.static_key, ()) if one.fits(call))
+        seen = next((one for one in alike if one.order == call.order), call)
+        result = run_eager(self._fn, seen, self._name, self.taps, self._constants, donates=self._donates)
         self.stats.eager_calls += 1
         return result
 
@@ -289,7 +289,7 @@ class Transform:
     def _lowered_for(self, call: Call) -> Lowered:
         group = self._lowered.get(key := call.static_key, [])
         for lowered in group:
-            if lowered.fits(call):
+            if lowered.runs(call, self._recipe):
                 return lowered
         if len(group) >= self._options.max_captures:
             forget(self._lowered, self._captured, [lowered for lowered in group if not lowered.counts])
@@ -306,15 +306,14 @@ class Transform:
         self._lowered.setdefault(key, []).append(lowered)
         return lowered
 
+    def _recipe(self, call: Call) -> Recipe:
+        return Recipe.of(call, self._fn, self._constants.named(), donates=self._donates)
+
     def _lower(self, call: Call, checkpoint: Callable[[], None]) -> Lowered:
         refuse_ambient_modes(self._name)
         refuse_anomaly_mode(self._name)
         refuse_what_a_fork_cut_off(self._name)
-        states = tuple(BoundState(s.name, s.handle._node, s.specs) for s in call.states)
-        recipe = Recipe(
-            self._fn, self._name, states, call.layout.specs, call.layout.live_names, call.apply,
-            self._constants.named(), self._donates, call.value, call.objects,
-        )  # fmt: skip
+        recipe = self._recipe(call)
         announce(call.device, self._options)
         with timed(self._name, "traced"):
             program, host_watch = trace(recipe, checkpoint)
@@ -323,12 +322,12 @@ class Transform:
         self.stats.traces += 1
         reference = Reference(program.twin())  # before any rewrite
         with timed(self._name, f"lowered {len(program.instrs)} ATen calls"):
-            specs = [spec for state in states for spec in state.specs]
+            specs = [spec for state in recipe.states for spec in state.specs]
             program.instrs = group_collectives(program.instrs, reading_of(specs), call.device)
             rewrite(program, call.places())
             plan = lower(program, call.device, self._options, reference)
         found = (host_watch, inspection, reference, tables)
-        lowered = Lowered(self._name, states, call.layout, program, plan, *found)
+        lowered = Lowered(self._name, recipe.states, call.layout, program, plan, *found)
         for text in warnings_of(lowered):
             log.warning("%s: %s", self._name, text)
         return lowered

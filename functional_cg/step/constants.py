@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 import torch
@@ -76,15 +76,17 @@ class Constants:
         found.named()
         return found
 
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([leaf for _, leaf in self._items])
+
     def __bool__(self) -> bool:
         return bool(self._items)
 
     def named(self) -> tuple[tuple[str, Tensor], ...]:
         """Return the originals by name; from the first lowering on, changes are noticed."""
         if not self._copied:
-            leaves = [leaf for _, leaf in self._items]
-            self._copied = list(map(seen, leaves))
-            self.unchanged = as_now(leaves)
+            self._copied = list(map(seen, self))
+            self.unchanged = as_now(list(self))
         return tuple(self._items)
 
     def check(self, function: str = "") -> None:

@@ -6,7 +6,7 @@ slots. A replay of the aten lowering is bitwise equal to this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,9 @@ from ..transforms.taps import Taps
 __all__ = ["evaluate", "run_eager"]
 
 
-def run_eager(fn: Callable[..., Any], call: Call, name: str, taps: Taps, *, donates: bool) -> Any:
+def run_eager(
+    fn: Callable[..., Any], call: Call, name: str, taps: Taps, constants: Iterable[Tensor], *, donates: bool
+) -> Any:
     """Run ``fn`` on private copies; a donating call commits the new state and returns its handle.
 
     Tapped values go to ``taps``.
@@ -34,17 +36,19 @@ def run_eager(fn: Callable[..., Any], call: Call, name: str, taps: Taps, *, dona
       LayoutError: If the new state does not match the old one; nothing is written.
     """
     with ordinary():  # results are ordinary tensors
-        return _run(fn, call, name, taps, donates=donates)
+        return _run(fn, call, name, taps, constants, donates=donates)
 
 
-def _run(fn: Callable[..., Any], call: Call, name: str, taps: Taps, *, donates: bool) -> Any:
+def _run(
+    fn: Callable[..., Any], call: Call, name: str, taps: Taps, constants: Iterable[Tensor], *, donates: bool
+) -> Any:
     mesh = mesh_of([spec for s in call.states for spec in s.specs])
     named = zip(call.layout.live_names, call.layout.specs, strict=True)
     lines = [f"run `{name}` eagerly", *(f"{leaf}  {str(spec).partition('@')[0]}" for leaf, spec in named)]
     together(mesh, name, "\n".join(lines))
     with among(mesh, name), taps.listening():
         slots = [s.handle._copied() for s in call.states]
-        result = evaluate(fn, call, slots, call.live, donates=donates)
+        result = evaluate(fn, call, slots, call.live, constants, donates=donates)
     if not donates:
         return pytree.map(_own, result)
     new, metrics = _checked(result, call, name)
@@ -58,13 +62,18 @@ def evaluate(
     call: Call,
     slots: Sequence[Sequence[Tensor]],
     live: Sequence[Tensor],
+    constants: Iterable[Tensor],
     *,
     donates: bool,
 ) -> Any:
-    """Call ``fn`` with these leaves in place of the states' slots and the inputs; return its result."""
+    """Call ``fn`` with these leaves in place of the states' slots and the inputs; return its result.
+
+    Args:
+      constants: The step's declared constants, which ``fn`` closes over.
+    """
     modes = surrounding()
     try:
-        with canonical(mesh_of([spec for s in call.states for spec in s.specs])):
+        with canonical(mesh_of([spec for s in call.states for spec in s.specs]), constants):
             trees = [
                 pytree.unflatten(s.node, entered(s.specs, leaves))
                 for s, leaves in zip(call.states, slots, strict=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
 from ..call.inputs import InputLayout
-from ..call.mismatch import layout_differences, layout_fix, states_fix
+from ..call.mismatch import alike, layout_differences, layout_fix, order_differences, states_fix
 from ..call.signature import Call
 from ..concurrency.turns import Inner
 from ..errors import LayoutError
@@ -29,7 +29,8 @@ from ..stages.run.capture import Replay
 from ..stages.run.replay import Stats
 from ..stages.template import unrolled
 from ..stages.trace.footprint import Inspection
-from ..stages.trace.recipe import BoundState
+from ..stages.trace.recipe import BoundState, Recipe
+from ..stages.trace.runs import agree
 from ..stages.trial.reference import Reference
 from ..stages.trial.trial import Certificate
 from ..stages.watch.host_watch import HostWatch
@@ -87,11 +88,9 @@ class Captured(metaclass=Documented):
         stats: Stats,
     ) -> Captured:
         """Return a capture made for a call; it keeps the call's memory alive, not its handles."""
-        lease = call.states[0].lease if call.states else None
-        mesh = lowered.mesh
-        several = mesh is not None and mesh.everyone > 1
+        lease, arena = (call.states[0].lease, call.states[0].arena) if call.states else (None, None)
+        several = (mesh := lowered.mesh) is not None and mesh.everyone > 1
         communicates = any(instr.op is WAIT or instr.op in TRANSFERS for instr in lowered.program.instrs)
-        arena = call.states[0].arena if call.states else None
         run, launched = watched(run, mesh, lowered.name, (stats, arena) if communicates else None)
         captured = cls(
             run,
@@ -164,6 +163,7 @@ class Lowered(metaclass=Documented):
       reference: The traced calls before any rewrite.
       certificate: Whether a compiled plan was compared with them; set at its capture.
       tables: Constants that functions remember.
+      orders: Other orders of keys, and whether the function does the same with them.
       counts: Whether a call has run it or it was captured on demand; otherwise ``max_captures`` ignores it.
     """
 
@@ -179,6 +179,7 @@ class Lowered(metaclass=Documented):
     certificate: Certificate | None = None
     counts: bool = False
     capture_here: Callable[[], Captured] | None = None
+    orders: dict[tuple[Any, ...], bool] = field(default_factory=dict)
 
     @property
     def originals(self) -> list[Any]:
@@ -208,30 +209,32 @@ class Lowered(metaclass=Documented):
         """
         if (mesh := self.mesh) is not None and mesh.ranks is not None:
             specs = [spec for state in self.states for spec in state.specs]
-            # What passes make of a program may depend on the rank.
-            traced = self.reference.program
+            traced = self.reference.program  # what passes make of a program may depend on the rank
             on_lanes = isinstance(self.plan, Branched) and self.plan.timeline.lanes > 1
             meet(self.name, mesh, traced, self.program, specs, self.layout.live_names, on_lanes=on_lanes)
 
     def fits(self, call: Call) -> bool:
-        """Whether a call has this layout."""
-        return (
-            len(call.states) == len(self.states)
-            and not self.state_differences(call)
-            and call.layout.treedef == self.layout.treedef
-            and not layout_differences(self.layout, call.layout)
-        )
+        """Whether a call has this layout, in whatever order its keys are."""
+        return not self.state_differences(call) and alike(self.layout, call.layout)
 
     def seen(self, call: Call) -> Call:
         """Return a call that fits, as the trace sees it."""
         return call.laid_out(self.layout, [state.treedef for state in self.states])
+
+    def runs(self, call: Call, recipe: Callable[[Call], Recipe]) -> bool:
+        """Whether a call fits, and the function does the same with its keys in this order as in that of the trace."""
+        fits, order = self.fits(call), call.order
+        if fits and order not in self.orders:
+            seen, turned = self.seen(call), replace(call, layout=self.layout.ordered_as(call.layout))
+            self.orders[order] = order == seen.order or agree(recipe(seen), recipe(turned))
+        return fits and self.orders[order]
 
     def state_differences(self, call: Call) -> list[str]:
         """Return how the states of a call differ from those of this plan, one line each."""
         rows: list[str] = []
         if len(call.states) != len(self.states):
             names, given = {s.name for s in self.states}, {s.name for s in call.states}
-            rows = [f"{name}  expected a state   got none" for name in sorted(names - given)]
+            rows += [f"{name}  expected a state   got none" for name in sorted(names - given)]
             return rows + [f"{name}  expected no state   got one" for name in sorted(given - names)]
         for want, have in zip(self.states, call.states, strict=True):
             if have.handle._node != want.treedef:
@@ -261,7 +264,8 @@ class Lowered(metaclass=Documented):
             self.name,
             f"called with another layout than it was captured for (max_captures={max_captures}); "
             "the state is unchanged.",
-            rows=of_states + layout_differences(self.layout, call.layout),
+            rows=of_states + layout_differences(self.layout, call.layout)
+            or order_differences(self.seen(call), call),
             why="A captured graph has fixed shapes, dtypes and structure.",
             fix=fix,
         )

@@ -39,11 +39,14 @@ class Shadow:
     Args:
       fn: The user's function.
       name: Its name.
+      constants: Its declared constants.
       donates: Whether it returns a new state.
     """
 
-    def __init__(self, fn: Callable[..., Any], name: str, *, donates: bool) -> None:
-        self._fn, self._name, self._donates = fn, name, donates
+    def __init__(
+        self, fn: Callable[..., Any], name: str, constants: Iterable[Tensor], *, donates: bool
+    ) -> None:
+        self._fn, self._name, self._constants, self._donates = fn, name, constants, donates
         self._calls = 0
 
     def verify(self, call: Call, lowered: Lowered, replay: Callable[[], Any]) -> Any:
@@ -79,7 +82,7 @@ class Shadow:
         slots = [arena.slots[s.start : s.stop] for s, arena in zip(call.states, before, strict=True)]
         try:
             with Silence(), AsTraced():
-                return evaluate(self._fn, call, slots, live, donates=self._donates)
+                return evaluate(self._fn, call, slots, live, self._constants, donates=self._donates)
         except Exception as error:  # whatever the user's function raises
             what = f"raises {type(error).__name__} in the eager run of verified call {self._calls}: {words_of(error)}"
             raise self._error(call, what) from error

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import tree as pytree
+from ..ambient.setting import is_constant
 from ..errors import CaptureError, LayoutError
 from ..messages.tracebacks import entry
 from ..shards.reader import like_leaf, readers, variable_of, whole
@@ -74,6 +75,12 @@ def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable
       (tensor(5.), tensor([2., 4.]))
     """
     name = getattr(fn, "__name__", type(fn).__name__)
+    if not callable(fn):
+        raise TypeError(
+            f"value_and_grad: expected a function, got {name}.\n"
+            "To fix: `loss, grads = fcg.value_and_grad(loss_fn)(state.params, batch)`: what `fcg.value_and_grad` "
+            "returns is a function, to be called."
+        )
 
     @entry(f"fcg.value_and_grad({name})(state.params, ...)")
     @wraps(fn)
@@ -167,8 +174,12 @@ def _detached(leaf: Any) -> Any:
 def _depends_on_others(results: Iterable[Any], leaves: Sequence[Tensor]) -> bool:
     """Whether results depend on other leaves: then an outer call differentiates through this one."""
     ours = {id(leaf) for leaf in leaves}
+
+    def is_other(leaf: Tensor) -> bool:
+        return leaf.requires_grad and id(leaf) not in ours and not is_constant(leaf)
+
     roots = [tensor for tensor in results if isinstance(tensor, Tensor) and tensor.requires_grad]
-    if any(tensor.is_leaf and id(tensor) not in ours for tensor in roots):
+    if any(tensor.is_leaf and is_other(tensor) for tensor in roots):
         return True
     stack, seen = [tensor.grad_fn for tensor in roots], set()
     while stack:
@@ -176,7 +187,7 @@ def _depends_on_others(results: Iterable[Any], leaves: Sequence[Tensor]) -> bool
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, _LEAF_NODE) and node.variable.requires_grad and id(node.variable) not in ours:
+        if isinstance(node, _LEAF_NODE) and is_other(node.variable):
             return True
         stack.extend(parent for parent, _ in node.next_functions)
     return False

@@ -193,4 +193,39 @@ SILENT = (
         (f"{BEFORE}test_so_do_options_and_defaults",),
         no_gpu=NO_GPU,
     ),
+    Mutant(
+        "N186",
+        "a replay takes a dict with its keys in another order",
+        (("            if len(order) > 1:\n", "            if False:\n"),),
+        (
+            "tests/test_key_order.py::test_each_order_gives_what_the_function_gives_or_is_refused[dict-unpacked]",
+        ),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N187",
+        "a new state may have its keys in another order, which the next call does not see",
+        (("    if rows and not agree(recipe, turned):", "    if False and not agree(recipe, turned):"),),
+        ("tests/test_key_order.py::test_a_new_state_in_another_order[1]",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N188",
+        "a step begins without gradients, wherever its function begins with them",
+        (
+            (
+                "    with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False), call_by_call:",
+                "    with torch.no_grad(), torch.autograd.set_multithreading_enabled(False), call_by_call:",
+            ),
+        ),
+        ("tests/test_of_autograd.py::test_a_step_begins_with_gradients_on[no_grad]",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N189",
+        "gradients are differentiable because declared constants ask for gradients",
+        ((" and not is_constant(leaf)", ""),),
+        ("tests/test_of_autograd.py::test_declared_constants_make_no_gradient_differentiable",),
+        no_gpu=NO_GPU,
+    ),
 )

@@ -218,6 +218,14 @@ def maximum(s, b):
     return max(b["s"], 3.0)
 
 
+def maximum_of_some(s, b):
+    return max(*b["x"][0])
+
+
+def minimum_with_some(s, b):
+    return min(b["s"], *b["x"][0])
+
+
 def minimum(s, b):
     return min(b["x"][0, 0], b["x"][0, 1])
 
@@ -324,6 +332,16 @@ DECISIONS = [
     Spelling(any_of, "write `torch.stack(list(b['m'])).any()`", lambda s, b: torch.stack(list(b["m"])).any()),
     Spelling(all_of, "write `torch.stack(list(b['m'])).all()`", lambda s, b: torch.stack(list(b["m"])).all()),
     Spelling(maximum, "write `torch.clamp(b['s'], min=3.0)`", lambda s, b: torch.clamp(b["s"], min=3.0)),
+    Spelling(
+        maximum_of_some,
+        "write `torch.stack([*b['x'][0]]).amax(0)`",
+        lambda s, b: torch.stack([*b["x"][0]]).amax(0),
+    ),
+    Spelling(
+        minimum_with_some,
+        "write `torch.stack([b['s'], *b['x'][0]]).amin(0)`",
+        lambda s, b: torch.stack([b["s"], *b["x"][0]]).amin(0),
+    ),
     Spelling(
         minimum,
         "write `torch.minimum(b['x'][0, 0], b['x'][0, 1])`",

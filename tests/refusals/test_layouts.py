@@ -349,6 +349,8 @@ def test_static_values_that_are_equal_but_not_the_same():
     [
         (("z",), ValueError, "`scaled`: static_argnames names no parameter: z"),
         ("z", ValueError, "`scaled`: static_argnames names no parameter: z"),
+        (1, TypeError, "`scaled`: static_argnames must be names of parameters, got 1"),
+        (("k", 0), TypeError, r"`scaled`: static_argnames must be names of parameters, got \('k', 0\)"),
     ],
 )
 def test_static_names_are_checked_at_once(names, error, match):

@@ -304,9 +304,9 @@ def write_statistics(s, b):
 
 def write_as_torch_optimizers_do(s, b):
     weight = torch.nn.Parameter(s["w"])
-    with torch.enable_grad():
-        (weight * weight).sum().backward()
-    weight -= weight.grad
+    (weight * weight).sum().backward()
+    with torch.no_grad():
+        weight -= weight.grad
 
 
 def write_storage(s, b):

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...call.signature import Call
 from ...state.arena import BufferSpec
 from ...tree import Treedef
 
@@ -50,3 +51,26 @@ class Recipe:
     donates: bool
     value: Callable[[int], Tensor | None]
     objects: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        call: Call,
+        function: Callable[..., Any],
+        constants: tuple[tuple[str, Tensor], ...],
+        *,
+        donates: bool,
+    ) -> Recipe:
+        """Return the recipe of a call."""
+        return cls(
+            function,
+            call.function,
+            tuple(BoundState(s.name, s.node, s.specs) for s in call.states),
+            call.layout.specs,
+            call.layout.live_names,
+            call.apply,
+            constants,
+            donates,
+            call.value,
+            call.objects,
+        )

@@ -48,6 +48,7 @@ def read_result(
         old = recipe.states[0]
         leaves, treedef = pytree.flatten(new_state)
         refuse_new_state(recipe.name, old.treedef, old.specs, treedef, leaves)
+        program.state_def = treedef
         program.new_state = [
             variable(path, held(leaf), "state") for path, leaf in zip(treedef.paths(), leaves, strict=True)
         ]

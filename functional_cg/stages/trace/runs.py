@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from ... import tree as pytree
 from ...ambient.own_work import watching
 from ...ambient.rehearsal import tracing
 from ...ambient.setting import canonical
-from ...errors import FunctionalCGError
+from ...errors import FunctionalCGError, LayoutError
 from ...nn.originals import meeting
+from ...pytree.treedef import order_diff
 from ...random.host_generators import HostRandomness
 from ...shards.coalescing import close_groups, open_groups
 from ...state.boundary import entered, left, shown
@@ -32,7 +34,7 @@ from .host import HostGuard, HostState
 from .recipe import Recipe
 from .recorder import Recorder
 from .results import copy_written_inputs, read_reports, read_result
-from .strays import are_kept, disown, refuse_kept, refuse_unfound
+from .strays import GradsOfConstants, are_kept, disown, refuse_kept, refuse_unfound
 from .twice import refuse_another_result, refuse_another_start
 
 __all__ = ["trace"]
@@ -66,11 +68,12 @@ def _run(
         inputs.append(leaf)
         program.inputs.append(var)
         recorder.copied.add(storage_key(leaf))
+    declared = [constant for _, constant in recipe.constants]
     for name, constant in recipe.constants:
         recorder.declare(name, constant)
     follow = nullcontext() if follower is None else follower.following()
     guard = HostGuard(recorder.rules, recorder.value_of, recorder.history.writes_to)
-    with meeting(recorder.met), watching(recorder.work), canonical(recorder.mesh), without_log():
+    with meeting(recorder.met), watching(recorder.work), canonical(recorder.mesh, declared), without_log():
         with mode, recorder, guard, follow, tracing(recorder):
             result = recipe.apply(recipe.function, trees, inputs)
             old = recipe.states[0] if recipe.donates else None
@@ -115,6 +118,51 @@ def _watched(
     return run, reads, HostWatch(entries, autocast_dtypes=autocast, half_precision=halves)
 
 
+def agree(one: Recipe, other: Recipe) -> bool:
+    """Whether a function makes the same calls and returns the same for two recipes; no kernel is launched."""
+    randomness, runs, collecting = HostRandomness.read(), list[Recorder](), open_groups()
+    try:
+        with torch.inference_mode(False):
+            first = _run(one, None, _nothing, runs)
+            refuse_another_result(first.program, _run(other, first.program, _nothing, runs).program)
+    except Exception:  # whatever the function raises for the other one: its own trace says so
+        return False
+    finally:
+        _clear(randomness, collecting, runs)
+    return True
+
+
+def _nothing() -> None:
+    """Do what a checkpoint does where nobody waits."""
+
+
+def _clear(randomness: HostRandomness, collecting: Any, runs: list[Recorder]) -> None:
+    randomness.restore_own()
+    close_groups(but=collecting)
+    for run in runs:
+        disown(run.program, run.release(), run.variables)
+
+
+def _refuse_another_order(recipe: Recipe, program: Program) -> None:
+    """Raise if the new state has its keys in another order, in which the function would do something else.
+
+    The next call gets them in the order of the old state.
+    """
+    if program.state_def is None:
+        return
+    old, *rest = recipe.states
+    rows = order_diff(old.treedef, program.state_def, "state")
+    turned = replace(recipe, states=(replace(old, treedef=program.state_def), *rest))
+    if rows and not agree(recipe, turned):
+        raise LayoutError.of(
+            recipe.name,
+            "returns a new state with its keys in another order, and depends on their order.",
+            rows=rows,
+            why="A state keeps the order in which it was created: the next call would not see the new one.",
+            fix=f"return them in that order, `{{key: new[key] for key in {old.name}}}`; or read them by name.",
+        )
+
+
 def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tuple[Program, HostWatch]:
     """Trace a step twice on fake tensors, a third time if it changes Python objects; no kernel is launched.
 
@@ -127,11 +175,13 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
       FunctionalCGError: One class per mistake, see :mod:`functional_cg.errors`.
     """
     randomness, host, runs = HostRandomness.read(), HostState(recipe.name), list[Recorder]()
+    grads = GradsOfConstants(recipe.constants)
     collecting = open_groups()
     # Not a context manager: contextlib would discard our error if the user's function raises StopIteration.
     try:
         with torch.inference_mode(False):
             recorder = _run(recipe, None, checkpoint, runs)
+            grads.refuse_change(recipe.name)
             recorder = _once_filled(recipe, recorder, checkpoint, runs)
             randomness.refuse_draws(recipe.name, lambda: _run(recipe, None, checkpoint, runs))
             refuse_kept(recipe.name, recorder.program, recorder.variables, recorder.release())
@@ -139,6 +189,7 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
             refuse_another_result(recorder.program, again.program)
             refuse_unfound(recorder.tables, again.tables, watched.identical, reads.memory.remembered)
             host.refuse_change(watched, reads)
+            _refuse_another_order(recipe, recorder.program)
             if reads.changes.any_of_before():  # does it read what it has changed?
                 host.refuse_advance(watched, _watched(recipe, recorder, checkpoint, runs)[-1])
     except FunctionalCGError as error:
@@ -147,10 +198,8 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
     except Exception as error:
         raise mapped(recipe, error) from error
     finally:
-        randomness.restore_own()
-        close_groups(but=collecting)
-        for run in runs:
-            disown(run.program, run.release(), run.variables)
+        grads.restore()
+        _clear(randomness, collecting, runs)
     recorder.program.tables = [(table.name, table.tensor) for table in recorder.tables]
     copy_written_inputs(recorder.program, recipe.input_names)
     watched.let_go()

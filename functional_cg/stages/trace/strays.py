@@ -13,7 +13,7 @@ import functools
 import gc
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ from ..variables import Reference
 from .known import aside_from_modes, value_of
 
 __all__ = [
+    "GradsOfConstants",
     "Stray",
     "Table",
     "are_kept",
@@ -300,6 +301,41 @@ def refuse_kept(
         + "return it in the metrics or in the new state instead of storing it (attribute, list, cache). "
         f"A debugger keeps what it sees: use it in `{name}.eager(...)`, or with FCG_DISABLE_CAPTURE=1.",
     )
+
+
+class GradsOfConstants:
+    """What torch keeps in ``.grad`` of declared constants: a ``backward()`` of the step would add to it.
+
+    Args:
+      constants: The constants by name.
+    """
+
+    def __init__(self, constants: Iterable[tuple[str, Tensor]]) -> None:
+        self._held = [(name, one, one.grad) for name, one in constants if one.requires_grad and one.is_leaf]
+
+    def refuse_change(self, function: str) -> None:
+        """Raise if a run has put a gradient there.
+
+        Raises:
+          SideEffectError: Naming the constants.
+        """
+        rows = [f"{name}.grad" for name, constant, grad in self._held if constant.grad is not grad]
+        if rows:
+            raise SideEffectError.of(
+                function,
+                f"calls `backward()`, which keeps {len(rows)} gradient(s) beside declared constants.",
+                rows=rows,
+                why="Python runs when the step is traced, not when it is replayed: what was kept would never be "
+                "updated.",
+                fix="switch them off, `constant.requires_grad_(False)`; or differentiate with respect to the state "
+                "alone, `loss, grads = fcg.value_and_grad(loss_fn)(state.params)`.",
+            )
+
+    def restore(self) -> None:
+        """Put back what was there."""
+        for _, constant, grad in self._held:
+            if constant.grad is not grad:
+                constant.grad = grad
 
 
 def _held_by_a_module(kept: Mapping[int, Var]) -> str:

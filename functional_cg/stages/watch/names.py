@@ -144,6 +144,7 @@ class HostReads(Lookups):
             return value
         place = self.root(namespace, "globals()")
         self.part(place, has_key(name), False, name, name, defines=True)  # a global would shadow it
+        self.of_library(builtins, name)
         return getattr(builtins, name, UNKNOWN)
 
 
