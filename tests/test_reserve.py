@@ -10,9 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import functional_cg as fcg
+from functional_cg.ambient.rehearsal import repeated, tensor_of
+from functional_cg.stages.plan import Buffers
 from functional_cg.stages.run.reserve import at_once, events, highest, taken
+from functional_cg.stages.template import Template
 
 MIB = 2**20
 
@@ -63,6 +67,14 @@ def test_segments_are_those_of_best_fits_among_gaps(found: list[tuple[int, int]]
     assert taken(found, first) == by_bytes(found, first) >= highest(found)
 
 
+@given(allocations(), st.sampled_from([0, 30 * MIB, 100 * MIB]), st.sampled_from([0, 50 * MIB, 200 * MIB]))
+def test_what_reaches_a_limit_is_not_followed_further(
+    found: list[tuple[int, int]], first: int, limit: int
+) -> None:
+    whole, cut = taken(found, first), taken(found, first, limit)
+    assert cut == whole if whole < limit else limit <= cut <= whole
+
+
 def growing(state: Any, x: Tensor) -> Any:
     """A gradient through values of several sizes, which the backward frees in turn."""
 
@@ -74,6 +86,52 @@ def growing(state: Any, x: Tensor) -> Any:
         return loss
 
     return {"w": state["w"] - fcg.grad(loss_fn)(state["w"])}, {}
+
+
+def as_it_runs(lowered: Any) -> list[int]:
+    """The bytes of what a plan on a CPU really allocates and frees that is large, in order."""
+    program = lowered.program
+
+    def zeros(variables: list[Any]) -> list[Tensor]:
+        return [torch.zeros(var.spec.shape, dtype=var.spec.dtype) for var in variables]
+
+    constants = [constant.value for constant in program.constants]
+    run = lowered.plan.bind(Buffers(zeros(program.slots), zeros(program.inputs), constants))
+    recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+    with torch.no_grad(), recording as seen:
+        run(())
+    found: Any = [one for one in seen.profiler.kineto_results.events() if one.name() == "[memory]"]  # type: ignore[union-attr]
+    return [one.nbytes() for one in sorted(found, key=lambda one: one.start_ns()) if abs(one.nbytes()) > MIB]
+
+
+def in_blocks(state: Any, x: Tensor) -> Any:
+    """Values of several sizes that blocks hand on, keep for later ones and free."""
+
+    def forward(given: list[Tensor]) -> list[Tensor]:
+        wide = given[0].sin().repeat(3, 1)
+        return [wide.cos()[:512].contiguous(), wide.exp()]
+
+    def backward(given: list[Tensor]) -> list[Tensor]:
+        return [given[1].neg()[512:1536].mul(2), given[0] + given[1][:512]]
+
+    kept, value, total = [], state["w"], state["w"]
+    for number in range(4):
+        value, saved = repeated("forward", forward, [value], number)
+        kept.append((value, saved))
+    for number in range(4):
+        first, second = repeated("backward", backward, [*kept.pop()], number)
+        total = total + tensor_of(second).sum()
+    return {"w": total + tensor_of(first).mean()}, {}
+
+
+@pytest.mark.parametrize(("function", "templates"), [(growing, False), (in_blocks, True)])
+def test_what_a_plan_is_said_to_allocate_it_does(function: Any, templates: bool) -> None:
+    lowered = fcg.graph_step(function).lower({"w": torch.zeros(1024, 1024)}, torch.zeros(1024, 1024))
+    assert any(isinstance(instr.op, Template) for instr in lowered.program.instrs) is templates
+    said, real = [size for storage, size in events(lowered.plan) if storage >= 0], as_it_runs(lowered)
+    assert said == real[: len(said)]
+    assert all(size < 0 for size in real[len(said) :]), "what is kept until the end"
+    assert len(said) > 30
 
 
 def test_most_gaps_are_gone_if_a_capture_takes_its_memory_at_once() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -51,6 +51,7 @@ class Pipeline(metaclass=Documented):
       microbatches: Number of micro-batches.
       links: Makes process groups between stages.
       groups: Names of those of this rank's transfers, by pair of ranks (from, to).
+      tables: Its tables so far, by the number of stages: each is proven once.
     """
 
     mesh: Mesh
@@ -58,6 +59,7 @@ class Pipeline(metaclass=Documented):
     microbatches: int
     links: Links
     groups: Mapping[tuple[int, ...], str]
+    tables: dict[int, Table] = field(default_factory=dict, repr=False)
 
     @property
     def stages(self) -> Axis:
@@ -134,10 +136,13 @@ class Pipeline(metaclass=Documented):
         together(self.links.mesh, "pipe.zero", "\n".join(["place parameters in stages", *map(str, readers)]))
         shared = sorted({ranks for ranks in readers if len(ranks) > 1})
         reading = Reading(32 * 2**20, 1, param_dtype, reduce_dtype, "whole" if stage == 1 else "shard")
-        return Staged(self.mesh, stage, reading, holders_of(self.mesh, readers, self.links.made(shared)))
+        return Staged(self.mesh, stage, reading, holders_of(self.mesh, readers, self.links.for_sets(shared)))
 
     def _table(self, found: Rehearsal) -> Table:
-        return table_of(self.schedule, self.stages.size, self.microbatches, len(found.stages))
+        stages = len(found.stages)
+        if stages not in self.tables:
+            self.tables[stages] = table_of(self.schedule, self.stages.size, self.microbatches, stages)
+        return self.tables[stages]
 
     def cut(self, tree: T) -> T:
         """Begin the next stage of a loss with these values: they are what is sent to its rank.

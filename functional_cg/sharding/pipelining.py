@@ -80,7 +80,7 @@ def pipeline(
     links = Links(mesh, place)
     edges = edges_of(schedule, stages.size)
     together(mesh, "sharding.pipeline", f"lay out a pipeline over {axis}\n{schedule}")
-    groups = links.made(edges)
+    groups = links.for_pairs(edges)
     ranks = None if mesh.ranks is None else mesh.ranks.in_groups(links.of_stages())
     home = replace(mesh, axes=others, ranks=ranks, stages=stages)
     return Pipeline(home, schedule, microbatches, links, groups)

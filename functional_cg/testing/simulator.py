@@ -32,6 +32,7 @@ from ..concurrency.streams import current_stream
 from ..stages.branches.plan import Branched, bound
 from ..stages.plan import AtenPlan, Before, Buffers, ExecutionPlan
 from ..stages.run.memory import Spare
+from ..stages.run.warm_up import once
 from ..tensors.overlap import storage_key
 from .lanes import SimulatedLanes
 from .recorded import Address, Block, Call, Foreign, Memory
@@ -223,7 +224,7 @@ class Simulator:
         self, plan: AtenPlan | Branched, buffers: Buffers, scratch: Callable[[], Spare]
     ) -> _SimulatedReplay:
         spare = scratch()
-        warm = plan.bind(spare)
+        warm = once(plan.bind(spare))
         for _ in range(_WARM_UPS):
             spare.reset()
             warm(())

@@ -6,10 +6,11 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["PIPELINES"]
 
-BITS, BLOCKS, TABLES, MISTAKES, COMPILED, JUDGES, EVALUATION, TEMPLATES = (
+BITS, BLOCKS, TABLES, MISTAKES, COMPILED, JUDGES, EVALUATION, TEMPLATES, GROUPS = (
     f"tests/pipelines/test_{name}.py::"
     for name in (
         "bitwise", "blocks", "tables", "mistakes", "compiled", "other_judges", "evaluation", "templates",
+        "groups",
     )
 )  # fmt: skip
 SEVERAL = "it takes several GPUs, or none"
@@ -175,11 +176,18 @@ PIPELINES = (
     Mutant(
         "N114",
         "ranks do not ask whether others receive what they send",
-        (("        agree_on_transfers(function, program, mesh)\n", "        pass\n"),),
+        (("        agree_on_transfers(function, program, lowered, mesh)\n", "        pass\n"),),
         (
             f"{MISTAKES}test_ranks_that_do_not_fit_together_say_so_before_anything_is_sent[schedule]",
             f"{MISTAKES}test_ranks_that_do_not_fit_together_say_so_before_anything_is_sent[batch]",
         ),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N114 order",
+        "ranks compare in which order they sum as traced, not as it will run",
+        (('"sums": _sums(live_instrs(lowered), mesh),', '"sums": _sums(live_instrs(program), mesh),'),),
+        (f"{GROUPS}test_sums_in_one_group_have_one_order_on_all_ranks_as_they_will_run",),
         no_gpu=SEVERAL,
     ),
     Mutant(

@@ -124,9 +124,9 @@ def moved(mean: Any, params: Any) -> Any:
     return fcg.tree.map(lambda m, p: m.lerp(p, 0.25), mean, sharding.gather(params, masters=True))
 
 
-def made(run: Run, axes: Mapping[str, int], device: str = "cpu") -> tuple[Any, Any, Any]:
-    """The pipeline, a state and the function to capture."""
-    mesh = sharding.mesh(axes, device=device, timeout=20)
+def made(run: Run, axes: Mapping[str, int], device: str = "cpu", mesh: Any = None) -> tuple[Any, Any, Any]:
+    """The pipeline, a state and the function to capture; on a mesh of its own, or on one that is there."""
+    mesh = mesh or sharding.mesh(axes, device=device, timeout=20)
     pipe = sharding.pipeline(mesh, schedule=run.schedule, microbatches=run.microbatches)
     loss_fn, has_aux = loss_of(pipe.cut, run), "aux" in run.features
     values = params(run.layers)

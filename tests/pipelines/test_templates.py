@@ -11,13 +11,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_cg as fcg
+from functional_cg import optim, sharding
 from functional_cg.ambient.rehearsal import repeated, tensor_of
+from functional_cg.bench.ranks.jobs import Job, Shape
 from functional_cg.shards.mesh import Axis, Mesh
 from functional_cg.stages.blocks import Blocks
-from functional_cg.stages.plan import AtenPlan, Buffers
+from functional_cg.stages.plan import AtenPlan, Buffers, lower_aten
 from functional_cg.stages.program import Instr, Program, Var
+from functional_cg.stages.run.reserve import events
+from functional_cg.stages.run.warm_up import once
 from functional_cg.stages.schedule import Schedule, schedule
 from functional_cg.stages.template import Template, unrolled
 from functional_cg.stages.trace.footprint import inspection_of
@@ -61,10 +66,6 @@ def test_a_bound_plan_is_freed_by_reference_counts_alone() -> None:
     found = fcg.graph_step(function, lowering="aten").lower(state, rows(0, 0))
     program = found.program
     assert templates_of(program)
-
-    def zeros(variables: Sequence[Var]) -> list[Tensor]:
-        return [torch.zeros(var.spec.shape, dtype=var.spec.dtype) for var in variables]
-
     slots = zeros(program.slots)
     kept = [weakref.ref(slot) for slot in slots]
     constants = [constant.value for constant in program.constants]
@@ -78,6 +79,53 @@ def test_a_bound_plan_is_freed_by_reference_counts_alone() -> None:
     finally:
         if enabled:
             gc.enable()
+
+
+def zeros(variables: Sequence[Var]) -> list[Tensor]:
+    return [torch.zeros(var.spec.shape, dtype=var.spec.dtype) for var in variables]
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **kwargs or {})
+
+
+def test_a_warm_up_computes_as_much_whatever_the_number_of_micro_batches() -> None:
+    counts = {}
+    for microbatches in (3, 6):
+        found = lowered(Run("1f1b", ("tied",), cuts=(2,), microbatches=microbatches))
+        program = found.program
+        constants = [constant.value for constant in program.constants]
+        run = found.plan.bind(Buffers(zeros(program.slots), zeros(program.inputs), constants))
+        for name, one in (("whole", run), ("warm-up", once(run))):
+            with torch.no_grad(), Products() as products:
+                one(())
+            counts[name, microbatches] = products.count
+    assert counts["whole", 6] == 2 * counts["whole", 3]
+    assert counts["warm-up", 6] == counts["warm-up", 3] == 2 * counts["whole", 3] // 3
+
+
+def test_a_warm_up_computes_again_what_was_written_since() -> None:
+    def counted(given: list[Tensor]) -> list[Tensor]:
+        calls.append(len(given))
+        return [given[0] + 1]
+
+    def run(before: Any, *, template_0: Any = counted) -> Sequence[Tensor]:
+        made = [template_0([torch.ones(1)])[0] for _ in range(3)]
+        made[-1].add_(1)
+        return [*made, template_0([torch.ones(1)])[0]]
+
+    calls: list[int] = []
+    found = once(run)(())
+    assert calls == [1, 1]
+    assert [float(one) for one in found] == [3.0, 3.0, 3.0, 2.0]
 
 
 @each_variant
@@ -108,6 +156,27 @@ def test_a_rewritten_program_makes_the_calls_of_one_that_is_recorded(
     memory = [lowered(run).memory_analysis()["peak"]]
     monkeypatch.undo()
     assert memory == [lowered(run).memory_analysis()["peak"]]
+
+
+@pytest.mark.parametrize("schedule", share([*CUTS], 3))
+def test_what_a_plan_allocates_is_what_its_calls_do(schedule: str) -> None:
+    """Of large values: those that a template keeps for itself, is given and hands on."""
+    stages = len(CUTS[schedule]) + 1
+    shape = Shape(llama=True, layers=4, width=256, wide=512, heads=4, groups=2, time=2048, vocab=512)
+    job = Job(shape, stages, 1, rows=1, microbatches=4, schedule=schedule, per_rank=1)
+    pipe = sharding.pipeline(sharding.mesh(ONE), schedule=schedule, microbatches=4)
+    state = fcg.TrainState.create(params=job.params(), optimizer=optim.adamw(0.1, weight_decay=0.1))
+
+    def train_step(state: Any, batch: Any) -> Any:
+        loss, grads = pipe.value_and_grad(job.loss_fn(pipe.cut))(state.params, batch)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    batch = job.batch(torch.device("cpu"), 0, 1)
+    plan: Any = fcg.graph_step(train_step, lowering="aten").lower(state, batch).plan
+    assert templates_of(plan.program)
+    found = events(plan)
+    assert found == events(lower_aten(unrolled(plan.program)))
+    assert len(found) > 500
 
 
 def block_of(act: Callable[[list[Tensor]], list[Tensor]], *given: Tensor) -> Instr:

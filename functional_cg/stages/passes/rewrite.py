@@ -115,7 +115,7 @@ def _drop_copies(program: Program, renamed: dict[Var, Var], known: Iterable[int]
 
 def _may_be_lazy(instr: Instr) -> bool:
     if isinstance(instr.op, Template):
-        return any(map(_may_be_lazy, instr.op.calls))
+        return bool(instr.op.known("lazy", lambda template: any(map(_may_be_lazy, template.calls))))
     return instr.op in _LAZY
 
 

@@ -24,10 +24,10 @@ from ..branches.plan import Branched, Lanes, bound, faster
 from ..plan import Before, Buffers, ExecutionPlan, Run, quiet
 from .memory import Spare
 from .reserve import at_once
+from .warm_up import once
 
 __all__ = ["Backend", "CPUBackend", "CUDABackend", "Replay", "backend_for"]
 
-_WARM_UPS = 2
 _CROSSES_THE_BORDER = ("unjoined work", "uncaptured work")  # in the driver's messages on streams and events
 _LATER = "previous error during capture"
 _ROUNDS, _ROUND_MS, _SECONDS = 12, 4.0, 0.2  # of a measurement: at most, at least, and at most
@@ -174,10 +174,8 @@ class CUDABackend:
             with self.aside():
                 # With a compiler, compiles here: for slots that do not overlap.
                 run, spare = plan.bind(buffers), scratch()
-                warm = plan.bind(spare)
-                for _ in range(_WARM_UPS):
-                    spare.reset()
-                    warm(())
+                warm = once(plan.bind(spare))
+                warm(())
                 spare.reset()
                 run = bound(plan, run, buffers, spare, self._lanes)
                 memory = [StorageWeakRef(slot.untyped_storage()) for slot in spare.slots]
@@ -245,9 +243,8 @@ class CUDABackend:
                 line.bind(buffers)
                 runs = [line.bind(spare), plan.bind_to(spare, self._lanes(plan.timeline.lanes))]
                 for warm in (runs[0], plan.bind(spare)):
-                    for _ in range(_WARM_UPS):
-                        spare.reset()
-                        warm(())
+                    spare.reset()
+                    warm(())
             replays: list[_GraphReplay] = []
             try:
                 for run in runs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...errors import RankError
@@ -11,6 +11,7 @@ from ...shards.collectives import ALL_REDUCE
 from ...shards.mesh import Mesh
 from ...shards.transfers import RECEIVE, SEND
 from ...stages.program import Instr, Program
+from ...stages.schedule import live_instrs
 
 __all__ = ["agree_on_transfers", "is_between_stages"]
 
@@ -22,9 +23,14 @@ def is_between_stages(instr: Instr, mesh: Mesh) -> bool:
     return instr.op is ALL_REDUCE and instr.args[-1] not in {axis.group for axis in mesh.axes}
 
 
-def agree_on_transfers(function: str, program: Program, mesh: Mesh) -> None:
+def agree_on_transfers(function: str, program: Program, lowered: Program, mesh: Mesh) -> None:
     """Raise on all ranks unless what is sent is received, in one order, and schedules are the same.
 
+    Args:
+      function: Name of the step.
+      program: The step, as traced.
+      lowered: The same, as it will run: each group's sums then have one order on all of its ranks.
+      mesh: The ranks that hold the same stages.
     Raises:
       RankError: Naming the transfers that differ.
     """
@@ -32,7 +38,7 @@ def agree_on_transfers(function: str, program: Program, mesh: Mesh) -> None:
         "notes": program.notes,
         "sends": _by_group(program, SEND),
         "receives": _by_group(program, RECEIVE),
-        "sums": _sums(program, mesh),
+        "sums": _sums(live_instrs(lowered), mesh),
     }
     texts = mesh.ranks.shared(function, f"agree on what the stages of `{function}` send\n{json.dumps(mine)}")
     said = [json.loads(text.partition("\n")[2]) for text in texts]
@@ -57,9 +63,9 @@ def _by_group(program: Program, op: Any) -> dict[str, list[str]]:
     return found
 
 
-def _sums(program: Program, mesh: Mesh) -> dict[str, list[str]]:
+def _sums(instrs: Iterable[Instr], mesh: Mesh) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {} if mesh.stages is None else {mesh.stages.group: []}
-    for instr in program.instrs:
+    for instr in instrs:
         if is_between_stages(instr, mesh):
             spec = str(instr.args[0].spec).partition("@")[0]
             found.setdefault(instr.args[-1], []).append(f"{instr.args[1]} of {spec}")

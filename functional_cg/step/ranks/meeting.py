@@ -51,7 +51,7 @@ def meet(
     ]
     mesh.ranks.agree(function, "\n".join(lines))
     if mesh.stages is not None:
-        agree_on_transfers(function, program, mesh)
+        agree_on_transfers(function, program, lowered, mesh)
     numbers = "\n".join([lines[0], *told_apart(program)])
     texts = mesh.ranks.beside(mesh.ranks.shared(function, numbers))
     said = [text.splitlines()[1:] for text in texts]

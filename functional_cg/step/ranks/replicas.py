@@ -185,9 +185,11 @@ def _followed(
     differs: dict[int, dict[str, str]] = {}  # by storage
     # Views in which each rank picks its own part of a storage that is equal on all.
     views: dict[Var, dict[str, str]] = {}
+    nothing: dict[str, str] = {}
 
     def of(var: Var) -> dict[str, str]:
-        return differs.get(var.storage, {}) | views.get(var, {})
+        own, all_of_it = views.get(var), differs.get(var.storage, nothing)
+        return all_of_it | own if own else all_of_it
 
     def add(var: Var, found: Mapping[str, str]) -> None:
         known = differs.setdefault(var.storage, {})
@@ -202,12 +204,12 @@ def _followed(
         add(constant.var, dict.fromkeys(others.get(number, ()), constant.name))
     for number, instr in enumerate(program.instrs, len(program.constants)):
         if isinstance(instr.op, Template):
-            given = [of(var) for var in instr.args[0]]
+            given = {place: those for place, var in enumerate(instr.args[0]) if (those := of(var))}
             told = dict.fromkeys(others.get(number, ()), f"a number of Python in {instr.op}")
-            lies = {var.storage for var in instr.inputs()}
+            lies = {var.storage for var in instr.args[0]}
             for var, read in zip(instr.out, instr.op.known("reads", _reads), strict=True):
                 found = told.copy()
-                for place in read:
+                for place in sorted(given.keys() & read):
                     found = given[place] | found
                 if var.storage in lies:
                     views[var] = found
@@ -240,7 +242,7 @@ def _followed(
     return of
 
 
-def _reads(template: Template) -> list[list[int]]:
+def _reads(template: Template) -> list[set[int]]:
     """Return of which given values each result of a template is computed."""
     of: dict[int, set[int]] = {}  # by storage
     views: dict[Var, set[int]] = {}
@@ -255,7 +257,7 @@ def _reads(template: Template) -> list[list[int]]:
             views.setdefault(var, set()).update(found) if var.storage in lies else of.setdefault(
                 var.storage, set()
             ).update(found)
-    return [sorted(views.get(var) or of[var.storage]) for var in template.results]
+    return [views.get(var) or of[var.storage] for var in template.results]
 
 
 def _word_of(instr: Instr) -> str:
