@@ -43,8 +43,14 @@ def register_lowerings() -> None:
     from torch._inductor.lowering import lowerings, register_lowering
 
     if OWN not in lowerings:
-        known = {OWN: _owned, NOW: _computed, AFTER: _computed_after, UPDATE: _updated, ROUNDED: _rounded}
-        for op, lowering in known.items():
+        known: dict[Any, Any] = {
+            OWN: _owned,
+            NOW: _computed,
+            AFTER: _computed_after,
+            UPDATE: _updated,
+            ROUNDED: _rounded,
+        }
+        for op, lowering in {**known, UPDATE: _updated, ROUNDED: _rounded}.items():
             register_lowering(op, type_promotion_kind=None)(lowering)
 
 
