@@ -9,6 +9,7 @@ __all__ = ["SILENT"]
 TESTS = "tests/test_second_attack.py::"
 CORE = "tests/test_core_graph.py::"
 BEFORE = "tests/test_compiled_before.py::"
+HALF = "tests/test_half_precision.py::"
 NO_GPU = "decided on the host, the same on every device"
 
 SILENT = (
@@ -227,5 +228,19 @@ SILENT = (
         ((" and not is_constant(leaf)", ""),),
         ("tests/test_of_autograd.py::test_declared_constants_make_no_gradient_differentiable",),
         no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N190",
+        "a compiled step computes in single precision what has half of it",
+        (("            node.meta[_ROUNDS] = True\n", "            pass\n"),),
+        (f"{HALF}test_only_what_rounds_is_marked",),
+        gpu=(f"{HALF}test_what_a_rounding_loses_is_there[cuda-compensated]",),
+    ),
+    Mutant(
+        "N191",
+        "a compiled step drops casts to half precision and back",
+        (("            node.target = ROUNDED\n", "            pass\n"),),
+        (f"{HALF}test_only_what_rounds_is_marked",),
+        gpu=(f"{HALF}test_what_a_rounding_loses_is_there[cuda-fed_back]",),
     ),
 )

@@ -115,6 +115,8 @@ class _Value:
 def core_graph(module: fx.GraphModule, arguments: Sequence[Tensor], mode: Any) -> fx.GraphModule:
     """Return the core calls of a graph; ``meta["val"]`` of each node is what it computes, as fake tensors.
 
+    ``meta["result"]`` of a node is true if a call of the graph returns it; the others are what these are made of.
+
     Args:
       module: The graph; it stays as it is.
       arguments: Fake tensors like its arguments.
@@ -184,6 +186,9 @@ class _Builder:
         given = list(map(self._current, tensors))
         expansion = self._expansion(call, given)
         nodes = self._put_in(expansion, node, given)
+        for one in (*leaves(expansion.results), *expansion.written.values()):
+            if isinstance(one, fx.Node):
+                nodes[one].meta["result"] = True
         entering = list(tensors)
         for number, new in expansion.written.items():
             self._write(entering[number], nodes[new], node)

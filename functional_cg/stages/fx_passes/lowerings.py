@@ -13,13 +13,18 @@ from torch import fx
 
 from . import old_values, updates
 from .old_values import AFTER, NOW, OWN, keep_old_values
+from .rounding import ROUNDED
 from .updates import UPDATE, Kind, as_calls
 
 __all__ = ["compiler_pass", "register_lowerings"]
 
 
-def compiler_pass() -> Any:
-    """Wrap :func:`keep_old_values` as inductor's last pass before it decides what runs in place."""
+def compiler_pass(more: str = "") -> Any:
+    """Wrap :func:`keep_old_values` as inductor's last pass before it decides what runs in place.
+
+    Args:
+      more: What else inductor shall look up a compiled graph by.
+    """
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     class KeepOldValues(CustomGraphPass):
@@ -27,7 +32,7 @@ def compiler_pass() -> Any:
             keep_old_values(graph)
 
         def uuid(self) -> Any:
-            return get_hash_for_files((__file__, str(old_values.__file__), str(updates.__file__)))
+            return get_hash_for_files((__file__, str(old_values.__file__), str(updates.__file__)), more)
 
     return KeepOldValues()
 
@@ -38,7 +43,14 @@ def register_lowerings() -> None:
     from torch._inductor.lowering import lowerings, register_lowering
 
     if OWN not in lowerings:
-        for op, lowering in ((OWN, _owned), (NOW, _computed), (AFTER, _computed_after), (UPDATE, _updated)):
+        known: dict[Any, Any] = {
+            OWN: _owned,
+            NOW: _computed,
+            AFTER: _computed_after,
+            UPDATE: _updated,
+            ROUNDED: _rounded,
+        }
+        for op, lowering in {**known, UPDATE: _updated, ROUNDED: _rounded}.items():
             register_lowering(op, type_promotion_kind=None)(lowering)
 
 
@@ -98,6 +110,19 @@ def _stored(value: Any) -> None:
         and not traced.is_contiguous()
     ):
         made.freeze_layout_with_same_order(traced.stride())
+
+
+def _rounded(value: Any, dtype: torch.dtype) -> Any:
+    """Lower ``fcg::rounded`` in inductor: to the dtype, and back to that in which all that reads it computes."""
+    from torch._inductor.lowering import make_pointwise
+    from torch._inductor.virtualized import ops
+
+    wide = value.get_dtype()
+
+    def rounded(one: Any) -> Any:
+        return ops.to_dtype(ops.to_dtype(one, dtype, src_dtype=wide, use_compute_types=False), dtype)
+
+    return make_pointwise(rounded, override_return_dtype=dtype)(value)
 
 
 def _updated(formula: str, old: Sequence[Any], values: Sequence[Any], numbers: Sequence[float]) -> list[Any]:
