@@ -134,6 +134,32 @@ def test_what_a_plan_is_said_to_allocate_it_does(function: Any, templates: bool)
     assert len(said) > 30
 
 
+@pytest.mark.parametrize("in_a_block", [False, True])
+def test_the_workspace_of_products_comes_after_the_first_result(in_a_block: bool) -> None:
+    """As cuBLAS takes it; where it lies decides into which gaps all later values fit."""
+
+    def wide(given: list[Tensor]) -> list[Tensor]:
+        return [(given[0].sin() @ given[1]).exp().mean(0)]
+
+    def step(state: Any, x: Tensor) -> Any:
+        rows = [
+            repeated("wide", wide, [x + number, state["w"]], number)[0]
+            if in_a_block
+            else wide([x + number, state["w"]])[0]
+            for number in range(2)
+        ]
+        return {"w": state["w"] + tensor_of(rows[0]) + tensor_of(rows[1])}, {}
+
+    lowered = fcg.graph_step(step).lower({"w": torch.zeros(1024, 3072)}, torch.zeros(1024, 1024))
+    assert any(isinstance(instr.op, Template) for instr in lowered.program.instrs) is in_a_block
+    found = events(lowered.plan)
+    workspaces = [at for at, (storage, _) in enumerate(found) if storage < 0]
+    assert len(workspaces) == 1
+    sizes = [size // MIB for _, size in found[: workspaces[0] + 1]]
+    assert sizes[-2:] == [12, 32]
+    assert sizes.count(12) == 1
+
+
 def test_most_gaps_are_gone_if_a_capture_takes_its_memory_at_once() -> None:
     lowered = fcg.graph_step(growing).lower({"w": torch.zeros(1024, 1024)}, torch.zeros(1024, 1024))
     found = events(lowered.plan)

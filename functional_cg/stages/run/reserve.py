@@ -98,9 +98,9 @@ def events(plan: AtenPlan) -> list[Event]:
         number += calls
     kept = {var.storage for var in (*split.outputs, *(new for _, new in split.commits))}
     large = [storage for storage, size in sizes.items() if size > _SMALL]
-    found = [(first[one], 1, one) for one in large]
+    found = [(first[one], 0, one) for one in large]
+    found += [(product, 1, _WORKSPACE)] if product >= 0 else []  # after its result
     found += [(last[one], 2, one) for one in large if one not in kept]
-    found += [(product, 0, _WORKSPACE)] if product >= 0 else []
     sizes[_WORKSPACE] = WORKSPACE
     found.sort(key=lambda one: one[:2])
     return [(storage, sizes[storage] if kind < 2 else -sizes[storage]) for _, kind, storage in found]
