@@ -126,7 +126,9 @@ def test_random_calls_in_half_precision_have_the_bits_of_eager(compiled_on: str,
         x = torch.randn(64, generator=torch.Generator().manual_seed(call)).to(compiled_on)
         (state, metrics), (eager, expected) = train_step(state, x), step(eager, x)
         # The sign of a zero is not told: Triton computes `-x` as `0 - x`.
-        for a, b in zip(*map(fcg.tree.leaves, ((fcg.snapshot(state), metrics), (eager, expected))), strict=True):
+        for a, b in zip(
+            *map(fcg.tree.leaves, ((fcg.snapshot(state), metrics), (eager, expected))), strict=True
+        ):
             assert a.dtype == b.dtype
             assert torch.equal(a, b)
 

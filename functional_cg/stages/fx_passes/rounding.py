@@ -24,17 +24,8 @@ _WIDE = frozenset({torch.float32, torch.float64})
 _ROUNDS = "low_precision_pointwise_barrier"  # in the compiler's words
 # They return numbers that they are given, which need no rounding.
 _EXACT = frozenset(
-    {
-        *(
-            _aten.abs.default,
-            _aten.clone.default,
-            _aten.maximum.default,
-            _aten.minimum.default,
-            _aten.neg.default,
-        ),
-        *(_aten.relu.default, _aten.where.self),
-    }
-)
+    getattr(_aten, name).default for name in ("abs", "clone", "maximum", "minimum", "neg", "relu")
+) | {_aten.where.self}
 # The compiler knows of roundings in calls by element alone.
 _SUMS = frozenset(
     {_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim, _aten.prod.default}
@@ -59,9 +50,11 @@ def keep_roundings(graph: fx.Graph) -> str:
             continue
         if node.target is _CAST and _is_of(node.args[0], _WIDE):
             node.target = ROUNDED
+        elif not node.meta.get("result") or node.target in _EXACT:
+            continue
         elif node.target in _SUMS:
             _round(graph, node)
-        elif node.meta.get("result") and node.target not in _EXACT:
+        else:
             node.meta[_ROUNDS] = True
             marked.append(number)
     return str(marked)
