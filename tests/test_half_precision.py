@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch._inductor import config
+from torch._inductor.lowering import make_pointwise
 
 import functional_cg as fcg
+from functional_cg.stages.fx_passes import rounding
 from functional_cg.stages.fx_passes.rounding import ROUNDED, keep_roundings
 from tests.compiled_graphs import compiled
 from tests.test_core_graph import cored
@@ -150,3 +153,8 @@ def test_only_what_rounds_is_marked() -> None:
     assert graph((aten.add.Tensor, 1), dtype=F32) == (0, 0)
     assert graph((aten.add.Tensor, 1)) == (1, 0)
     assert graph((aten.sum.default,)) == graph((aten.gelu.default,)) == (0, 1)
+
+
+def test_torch_rounds_where_it_is_told() -> None:
+    """Its compiler reads the mark: on a CPU, which keeps all roundings, no result would tell."""
+    assert rounding._ROUNDS in inspect.getsource(make_pointwise)

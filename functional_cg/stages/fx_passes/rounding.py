@@ -24,8 +24,11 @@ _WIDE = frozenset({torch.float32, torch.float64})
 _ROUNDS = "low_precision_pointwise_barrier"  # in the compiler's words
 # They return numbers that they are given, which need no rounding.
 _EXACT = frozenset(
-    getattr(_aten, name).default for name in ("abs", "clone", "maximum", "minimum", "neg", "relu")
-) | {_aten.where.self}
+    (
+        *(getattr(_aten, name).default for name in ("abs", "clone", "maximum", "minimum", "neg", "relu")),
+        _aten.where.self,
+    )
+)
 # The compiler knows of roundings in calls by element alone.
 _SUMS = frozenset(
     {_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim, _aten.prod.default}
