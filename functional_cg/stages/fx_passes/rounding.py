@@ -24,10 +24,15 @@ _WIDE = frozenset({torch.float32, torch.float64})
 _ROUNDS = "low_precision_pointwise_barrier"  # in the compiler's words
 # They return numbers that they are given, which need no rounding.
 _EXACT = frozenset(
-    (
-        *(getattr(_aten, name).default for name in ("abs", "clone", "maximum", "minimum", "neg", "relu")),
+    {
+        _aten.abs.default,
+        _aten.clone.default,
+        _aten.maximum.default,
+        _aten.minimum.default,
+        _aten.neg.default,
+        _aten.relu.default,
         _aten.where.self,
-    )
+    }
 )
 # The compiler knows of roundings in calls by element alone.
 _SUMS = frozenset(
