@@ -63,7 +63,7 @@ class Expander:
         from torch._subclasses.functional_tensor import FunctionalTensorMode
 
         found: list[Any] = []
-        # Torch keeps the order of such calls, which write no tensor, by tokens; ours are made in the order of the graph.
+        # Torch keeps such calls in order by tokens; ours write no tensor, and stay where they are.
         pure = not _has_effects(source.target)
 
         def traced(*given: Tensor) -> list[Tensor]:
@@ -82,7 +82,9 @@ class Expander:
             found.extend((results, list(written)))
             return [*made, *written.values()]
 
-        module, nodes = self._trace(source, traced, tensors, FunctionalTensorMode() if pure else nullcontext())
+        module, nodes = self._trace(
+            source, traced, tensors, FunctionalTensorMode() if pure else nullcontext()
+        )
         results, written = found
         rest = iter(nodes)
         results = map_aggregate(results, lambda one: next(rest) if isinstance(one, Tensor) else one)
@@ -106,7 +108,7 @@ class Expander:
         def traced(*given: Tensor) -> list[Tensor]:
             known = [_functional(one) for one in given[:-1]]
             view: Any = leaves(call(*known))[place]
-            if _memory(view.elem) != _memory(known[number].elem):  # a view, but torch's schema of the op does not say so
+            if _memory(view.elem) != _memory(known[number].elem):  # its schema does not say that it is one
                 view = known[number].as_strided(view.shape, view.stride(), view.storage_offset())
             view.replace_(given[-1])
             view.commit_update()
