@@ -51,7 +51,6 @@ class Pipeline(metaclass=Documented):
       microbatches: Number of micro-batches.
       links: Makes process groups between stages.
       groups: Names of those of this rank's transfers, by pair of ranks (from, to).
-      tables: Its tables so far, by the number of stages: each is proven once.
     """
 
     mesh: Mesh
@@ -59,7 +58,8 @@ class Pipeline(metaclass=Documented):
     microbatches: int
     links: Links
     groups: Mapping[tuple[int, ...], str]
-    tables: dict[int, Table] = field(default_factory=dict, repr=False)
+    # By the number of stages: each is proven once.
+    _tables: dict[int, Table] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def stages(self) -> Axis:
@@ -140,9 +140,9 @@ class Pipeline(metaclass=Documented):
 
     def _table(self, found: Rehearsal) -> Table:
         stages = len(found.stages)
-        if stages not in self.tables:
-            self.tables[stages] = table_of(self.schedule, self.stages.size, self.microbatches, stages)
-        return self.tables[stages]
+        if stages not in self._tables:
+            self._tables[stages] = table_of(self.schedule, self.stages.size, self.microbatches, stages)
+        return self._tables[stages]
 
     def cut(self, tree: T) -> T:
         """Begin the next stage of a loss with these values: they are what is sent to its rank.
