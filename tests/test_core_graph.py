@@ -148,6 +148,22 @@ def test_a_call_that_only_checks_is_made() -> None:
             made(fine + 1)
 
 
+@torch.library.custom_op("core_graph_tests::doubled_", mutates_args=("row",))
+def doubled_(row: Tensor) -> None:
+    row.mul_(2)
+
+
+def test_an_op_of_another_library_writes_a_view() -> None:
+    """Torch copies what it writes, from the beginning of its memory."""
+    graph = fx.Graph()
+    made = graph.call_function(aten.mul.Tensor, (graph.placeholder("x"), 3))
+    graph.call_function(torch.ops.core_graph_tests.doubled_.default, (row(graph.call_function, made, 2),))
+    graph.output((graph.call_function(aten.mul.Tensor, (made, 1)),))
+    module, x = fx.GraphModule(torch.nn.Module(), graph), torch.randn(4, 4)
+    compiled = compile_graph(module, [x], on_host=True, small=True, in_order=False)
+    assert torch.equal(compiled(x)[0], module(x)[0])
+
+
 @given(PROGRAMS)
 def test_fake_tensors_tell_what_a_core_graph_computes(calls: list[tuple[str, int, int]]) -> None:
     """Shapes and strides of all values, and which of them share memory."""

@@ -65,6 +65,9 @@ class Expander:
         found: list[Any] = []
         # Torch keeps such calls in order by tokens; ours write no tensor, and stay where they are.
         pure = not _has_effects(source.target)
+        op: Any = source.target
+        schema = getattr(op, "_schema", None)
+        foreign = schema is not None and schema.is_mutable and op.namespace not in ("aten", "prims")
 
         def traced(*given: Tensor) -> list[Tensor]:
             known = [_functional(one) for one in given] if pure else list(given)
@@ -74,7 +77,12 @@ class Expander:
                 number = numbers.get(id(one))
                 return _plain(one) if number is None else Same(number)
 
-            results = map_aggregate(call(*known), plain)
+            # Torch copies what an op of another library writes, and takes it for all of its memory.
+            begins = [_wholly(one) if foreign else one for one in known]
+            results = map_aggregate(call(*begins), plain)
+            for one, copy in zip(known, begins, strict=True):
+                if copy is not one and _is_written(copy):
+                    one.copy_(copy)
             written = {number: _plain(one) for number, one in enumerate(known) if pure and _is_written(one)}
             made, memory = _tensors(results), {_memory(one) for one in written.values()}
             if any(_memory(one) in memory for one in made):
@@ -171,6 +179,12 @@ def _has_effects(target: Any) -> bool:
 def _is_written(tensor: Any) -> bool:
     written: Any = getattr(torch, "_functionalize_has_data_mutation")  # noqa: B009
     return bool(written(tensor.elem))
+
+
+def _wholly(tensor: Tensor) -> Tensor:
+    """Return a tensor that is all of its memory: a copy if that is more."""
+    whole = tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
+    return tensor if whole else tensor.clone()
 
 
 def _memory(tensor: Tensor) -> int:
