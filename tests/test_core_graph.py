@@ -19,6 +19,7 @@ from functional_cg.stages.core.expansion import Expander
 from functional_cg.stages.core.graph import core_graph
 from functional_cg.stages.lower.compiled import prepare
 from functional_cg.stages.lower.in_place import InPlacePlan
+from functional_cg.stages.lower.inductor import compile_graph
 from functional_cg.tensors.fake_mode import compiler_mode
 from functional_cg.tensors.overlap import storage_key
 
@@ -66,6 +67,8 @@ CALLS: dict[str, Call] = {
     ][1:],
     "by a function": lambda call, a, b: [call(written_and_returned, (a,))],
     "transposed in place": lambda call, a, b: [call(aten.t_.default, (call(aten.t.default, (a,)),))],
+    "a row turned in place": lambda call, a, b: [_turned(call, a, b)],
+    "halves, said to be new": lambda call, a, b: _halves(call, a, aten.unsafe_split.Tensor),
     "filled": lambda call, a, b: [call(aten.fill_.Scalar, (a, 5))],
 }
 PROGRAMS = st.lists(
@@ -73,8 +76,17 @@ PROGRAMS = st.lists(
 )
 
 
-def _halves(call: Any, of: fx.Node) -> list[fx.Node]:
-    parts = call(aten.split.Tensor, (of, 2))
+def _turned(call: Any, a: fx.Node, b: fx.Node) -> fx.Node:
+    """Writes a row that calls have given another dimension, turned, and taken it away from."""
+    made = call(aten.unsqueeze_.default, (row(call, a), 1))
+    call(aten.add_.Tensor, (made, call(aten.unsqueeze.default, (row(call, b, 2), 1))))
+    turned = call(aten.squeeze_.default, (call(aten.transpose_.default, (made, 0, 1)),))
+    call(aten.mul_.Tensor, (turned, row(call, b)))
+    return a
+
+
+def _halves(call: Any, of: fx.Node, split: Any = aten.split.Tensor) -> list[fx.Node]:
+    parts = call(split, (of, 2))
     upper, lower = (call(operator.getitem, (parts, n)) for n in range(2))
     call(aten.add_.Tensor, (lower, upper))
     return [call(aten.cat.default, ([lower, upper],))]
@@ -106,6 +118,9 @@ def matrices() -> tuple[Tensor, Tensor]:
 @example([("copy as it lies", 1, 0), ("matrix product in place", 2, 0), ("elements as they lie", 2, 0)])
 @example([("sum in place", 0, 1), ("sum with itself", 0, 0), ("sum of three", 0, 1), ("sum of three", 0, 0)])
 @example([("reshaped twice", 1, 0), ("reshaped twice", 0, 0), ("filled", 0, 0)])
+@example([("transposed in place", 0, 0), ("sum in place", 2, 1)])
+@example([("a row turned in place", 1, 0), ("a row turned in place", 0, 0)])
+@example([("halves, said to be new", 0, 0), ("sum with itself", 0, 0)])
 def test_a_core_graph_computes_what_the_graph_does(calls: list[tuple[str, int, int]]) -> None:
     """Results and arguments, whatever is a view of what, and whatever is written in between."""
     module, arguments = graph_of(calls), matrices()
@@ -117,6 +132,36 @@ def test_a_core_graph_computes_what_the_graph_does(calls: list[tuple[str, int, i
     got = core(*(right := [one.clone() for one in arguments]))
     for a, b in zip([*wanted, *left], [*got, *right], strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_call_that_only_checks_is_made() -> None:
+    """It returns nothing, and torch keeps its place by tokens."""
+    graph = fx.Graph()
+    info = graph.placeholder("info")
+    graph.call_function(aten._linalg_check_errors.default, (info, "cholesky"), {"is_matrix": True})
+    graph.output((graph.call_function(aten.add.Tensor, (info, 1)),))
+    module, fine = fx.GraphModule(torch.nn.Module(), graph), torch.zeros((), dtype=torch.int32)
+    compiled = compile_graph(module, [fine], on_host=True, small=True, in_order=False)
+    for made in (cored(module, fine), compiled):
+        assert int(made(fine)[0]) == 1
+        with pytest.raises(torch.linalg.LinAlgError, match="not positive-definite"):
+            made(fine + 1)
+
+
+@torch.library.custom_op("core_graph_tests::doubled_", mutates_args=("row",))
+def doubled_(row: Tensor) -> None:
+    row.mul_(2)
+
+
+def test_an_op_of_another_library_writes_a_view() -> None:
+    """Torch copies what it writes, from the beginning of its memory."""
+    graph = fx.Graph()
+    made = graph.call_function(aten.mul.Tensor, (graph.placeholder("x"), 3))
+    graph.call_function(torch.ops.core_graph_tests.doubled_.default, (row(graph.call_function, made, 2),))
+    graph.output((graph.call_function(aten.mul.Tensor, (made, 1)),))
+    module, x = fx.GraphModule(torch.nn.Module(), graph), torch.randn(4, 4)
+    compiled = compile_graph(module, [x], on_host=True, small=True, in_order=False)
+    assert torch.equal(compiled(x)[0], module(x)[0])
 
 
 @given(PROGRAMS)

@@ -63,7 +63,15 @@ def summed(state: Any, x: Tensor) -> Any:
     return {**state, "a": rows.float().sum(0) - rows.sum(0).float()}, {}
 
 
-@pytest.mark.parametrize("step", [fed_back, promoted, compensated, split, activated, summed])
+def scaled(state: Any, x: Tensor) -> Any:
+    """Sums of a multiple, whose products have too many bits: the sum rounds, and the product does not."""
+    half, by = x.bfloat16(), 11 / 64
+    high, low = torch.add(state["high"], half, alpha=-by), state["low"].clone().add_(half, alpha=by)
+    lost = high.float() - (state["high"].float() - by * half.float())
+    return {"a": lost, "high": high, "low": low}, {}
+
+
+@pytest.mark.parametrize("step", [fed_back, promoted, compensated, split, activated, summed, scaled])
 @compiled
 def test_what_a_rounding_loses_is_there(compiled_on: str, step: Step) -> None:
     if OLD_HOST and compiled_on == "cpu":

@@ -7,6 +7,7 @@ into values.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,27 +60,39 @@ class Expander:
           call: The call as a function of its tensors.
           tensors: Fake tensors like them, each with memory of its own.
         """
+        from torch._subclasses.functional_tensor import FunctionalTensorMode
+
         found: list[Any] = []
+        # Torch keeps such calls in order by tokens; ours write no tensor, and stay where they are.
+        pure = not _has_effects(source.target)
+        op: Any = source.target
+        schema = getattr(op, "_schema", None)
+        foreign = schema is not None and schema.is_mutable and op.namespace not in ("aten", "prims")
 
         def traced(*given: Tensor) -> list[Tensor]:
-            known = [_functional(one) for one in given]
-            before = list(map(_layout, known))
+            known = [_functional(one) for one in given] if pure else list(given)
             numbers = {id(one): number for number, one in enumerate(known)}
 
             def plain(one: Any) -> Any:
                 number = numbers.get(id(one))
-                unmoved = number is not None and _layout(one) == before[number]
-                return Same(number) if unmoved and number is not None else _plain(one)
+                return _plain(one) if number is None else Same(number)
 
-            results = map_aggregate(call(*known), plain)
-            written = {number: _plain(one) for number, one in enumerate(known) if _is_written(one)}
+            # Torch copies what an op of another library writes, and takes it for all of its memory.
+            begins = [_wholly(one) if foreign else one for one in known]
+            results = map_aggregate(call(*begins), plain)
+            for one, copy in zip(known, begins, strict=True):
+                if copy is not one and _is_written(copy):
+                    one.copy_(copy)
+            written = {number: _plain(one) for number, one in enumerate(known) if pure and _is_written(one)}
             made, memory = _tensors(results), {_memory(one) for one in written.values()}
             if any(_memory(one) in memory for one in made):
                 raise NotImplementedError(f"{source.target} writes a tensor and returns a view of it")
             found.extend((results, list(written)))
             return [*made, *written.values()]
 
-        module, nodes = self._trace(source, traced, tensors)
+        module, nodes = self._trace(
+            source, traced, tensors, FunctionalTensorMode() if pure else nullcontext()
+        )
         results, written = found
         rest = iter(nodes)
         results = map_aggregate(results, lambda one: next(rest) if isinstance(one, Tensor) else one)
@@ -98,28 +111,31 @@ class Expander:
           tensors: Fake tensors like those of the call, and one like the new value of the view.
         """
 
+        from torch._subclasses.functional_tensor import FunctionalTensorMode
+
         def traced(*given: Tensor) -> list[Tensor]:
             known = [_functional(one) for one in given[:-1]]
             view: Any = leaves(call(*known))[place]
+            if _memory(view.elem) != _memory(known[number].elem):  # its schema does not say that it is one
+                view = known[number].as_strided(view.shape, view.stride(), view.storage_offset())
             view.replace_(given[-1])
             view.commit_update()
             return [_plain(known[number])]
 
-        module, (node,) = self._trace(source, traced, tensors)
+        module, (node,) = self._trace(source, traced, tensors, FunctionalTensorMode())
         return Expansion(module, (), {number: node})
 
     def _trace(
-        self, source: fx.Node, call: Callable[..., Any], tensors: Sequence[Tensor]
+        self, source: fx.Node, call: Callable[..., Any], tensors: Sequence[Tensor], writes: Any
     ) -> tuple[fx.GraphModule, Sequence[fx.Node]]:
         from torch._dispatch.python import enable_python_dispatcher
-        from torch._subclasses.functional_tensor import FunctionalTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx
 
         with (
             fx.traceback.preserve_node_meta(),
             self._mode,
             enable_python_dispatcher(),
-            FunctionalTensorMode(),
+            writes,
         ):
             trace = make_fx(call, decomposition_table=self._formulas, _disable_torch_fn_metadata_mode=True)
             module = trace(*tensors)
@@ -154,13 +170,21 @@ def _plain(value: Any) -> Any:
     return value.from_functional() if isinstance(value, FunctionalTensor) else value
 
 
+def _has_effects(target: Any) -> bool:
+    from torch._higher_order_ops.effects import has_effects
+
+    return bool(has_effects(target))
+
+
 def _is_written(tensor: Any) -> bool:
     written: Any = getattr(torch, "_functionalize_has_data_mutation")  # noqa: B009
     return bool(written(tensor.elem))
 
 
-def _layout(tensor: Tensor) -> Any:
-    return tensor.shape, tensor.stride(), tensor.storage_offset()
+def _wholly(tensor: Tensor) -> Tensor:
+    """Return a tensor that is all of its memory: a copy if that is more."""
+    whole = tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
+    return tensor if whole else tensor.clone()
 
 
 def _memory(tensor: Tensor) -> int:

@@ -330,6 +330,9 @@ class _Builder:
 
 
 def _apply(target: Any, arguments: Any, *tensors: Tensor) -> Any:
+    # Such a call turns the tensor that it is given: a view, which is a name of its own.
+    if torch.Tag.inplace_view in getattr(target, "tags", ()):
+        tensors = tuple(map(torch.ops.aten.alias.default, tensors))
     args, kwargs = map_aggregate(arguments, lambda one: tensors[one.number] if isinstance(one, _Nth) else one)
     return target(*args, **kwargs)
 

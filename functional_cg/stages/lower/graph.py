@@ -22,6 +22,7 @@ from ..schedule import Schedule
 __all__ = ["Entrance", "build_graph", "calls_of"]
 
 _CLONE = torch.ops.aten.clone.default
+_TO_COPY = torch.ops.aten._to_copy.default
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
 # In the names of ops of which torch chooses the kernel by the strides of the arguments: on the wrong ones it is slower.
@@ -185,11 +186,14 @@ def _add_calls(
             by_strides = not instr.writes and any(name in instr.name for name in _BY_STRIDES)
             target = _target(instr, written)
             args = map_vars(node_as_traced if by_strides else node, _with_floats(instr))
+            narrow = None
             if instr.op in _SUMS and isinstance(instr.args[1], Var) and "alpha" in kwargs:
-                args = (args[0], _times(graph, args[1], kwargs.pop("alpha"), instr))
+                args, narrow = _times(graph, args, kwargs.pop("alpha"), instr)
             if (overflow := overflow_of(instr)) is not None:
                 target, kwargs = to_float8, {**kwargs, "overflow": overflow}
             value = graph.call_function(target, args, kwargs)
+            if narrow is not None:
+                value = graph.call_function(_TO_COPY, (value,), {"dtype": narrow})
         value.meta["call"] = instr
         assign(instr.out, value)
         for out in instr.outputs():
@@ -203,12 +207,22 @@ def _add_calls(
     return scalars
 
 
-def _times(graph: fx.Graph, summand: fx.Node, alpha: float, instr: Instr) -> fx.Node:
-    """Multiply a summand of a sum by a number, in the dtype of the sum."""
+def _times(
+    graph: fx.Graph, args: tuple[Any, ...], alpha: float, instr: Instr
+) -> tuple[tuple[Any, ...], torch.dtype | None]:
+    """Multiply the summand of a sum by a number, in the dtype that the sum computes in.
+
+    Returns:
+      The arguments of the sum, and the dtype that its result is rounded to; None if it has its dtype.
+    """
     dtype = instr.out.spec.dtype
-    if instr.args[1].spec.dtype != dtype:
-        summand = graph.call_function(torch.ops.aten._to_copy.default, (summand,), {"dtype": dtype})
-    return graph.call_function(torch.ops.aten.mul.Tensor, (summand, alpha))
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype  # an op rounds once
+    summand, here = args[1], instr.args[1].spec.dtype
+    for to in (dtype, wide):
+        if here != to:
+            summand, here = graph.call_function(_TO_COPY, (summand,), {"dtype": to}), to
+    narrow = dtype if wide != dtype and not instr.writes else None  # what is written has its dtype
+    return (args[0], graph.call_function(torch.ops.aten.mul.Tensor, (summand, alpha))), narrow
 
 
 def _restrided(
