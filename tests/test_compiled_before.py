@@ -19,7 +19,7 @@ from torch._inductor.utils import fresh_cache
 from functional_cg.stages.core import lookup
 from functional_cg.stages.lower import inductor
 from functional_cg.tensors.fake_mode import compiler_mode
-from tests.test_core_graph import PROGRAMS, graph_of, matrices
+from tests.test_core_graph import PROGRAMS, cored, graph_of, matrices
 
 aten = torch.ops.aten
 
@@ -189,3 +189,23 @@ def test_what_its_name_does_not_tell_has_no_key(monkeypatch: pytest.MonkeyPatch)
         assert key_of(module, x) is None
     with config.patch(force_disable_caches=True):
         assert key_of(module, x) is None
+
+
+def test_an_op_of_another_library_that_changed_has_another_key() -> None:
+    """In what it takes, or in what it returns."""
+    x, keys, texts = torch.ones(4, 4), set(), set()
+    for schema, results in (
+        ("Tensor x", "x.t()"),
+        ("Tensor x", "x.t().clone()"),
+        ("Tensor x, int n=0", "x.t()"),
+    ):
+        with torch.library._scoped_library("fcg_tests_other", "DEF") as library:
+            library.define(f"turned({schema}) -> Tensor")
+            fake = {"x.t()": lambda x, n=0: x.t().contiguous(), "x.t().clone()": lambda x, n=0: x.clone().t()}
+            library.impl("turned", fake[results], "CPU")
+            torch.library.register_fake("fcg_tests_other::turned", fake[results], lib=library)
+            module = graph_with(torch.ops.fcg_tests_other.turned.default)
+            keys.add(key_of(module, x))
+            texts.add(lookup.signatures(cored(module, x).graph))
+    assert len(keys) == 2
+    assert len(texts) == 3

@@ -243,4 +243,11 @@ SILENT = (
         (f"{HALF}test_only_what_rounds_is_marked",),
         gpu=(f"{HALF}test_what_a_rounding_loses_is_there[cuda-fed_back]",),
     ),
+    Mutant(
+        "N192",
+        "a compiled function is found for an op of another library that has changed",
+        (('    more["signatures"] = signatures(module.graph)\n', ""),),
+        (f"{BEFORE}test_an_op_of_another_library_that_changed_has_another_key",),
+        no_gpu=NO_GPU,
+    ),
 )

@@ -21,7 +21,16 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-__all__ = ["found", "keep", "key_of"]
+from .expansion import leaves
+
+__all__ = ["found", "keep", "key_of", "signatures"]
+
+_KNOWN = (
+    "aten",
+    "prims",
+    "fcg",
+    "_c10d_functional",
+)  # whose ops are as the versions of torch and this library say
 
 
 def key_of(module: fx.GraphModule, arguments: Sequence[Tensor]) -> str | None:
@@ -45,8 +54,30 @@ def key_of(module: fx.GraphModule, arguments: Sequence[Tensor]) -> str | None:
     # torch's key says nothing of these: to its compiler they are all alike, to what our calls become they need not be.
     places = [(one.storage_offset(), one.untyped_storage().nbytes()) for one in arguments]
     more: Any = {"sources": _digest(), "dtype": str(torch.get_default_dtype()), "places": places}
+    more["signatures"] = signatures(module.graph)
     key, _ = FxGraphCache.prepare_key(module, arguments, more, [], False)
     return None if key is None else key[0]
+
+
+def signatures(graph: fx.Graph) -> str:
+    """Return what ops of other libraries take and return in a graph: their names, torch's key, do not say.
+
+    Args:
+      graph: A graph for the compiler, before or after its calls became core calls.
+    """
+    calls = (node for node in graph.nodes if isinstance(node.target, OpOverload))
+    return str(
+        [(node.target._schema, *_results(node)) for node in calls if node.target.namespace not in _KNOWN]
+    )
+
+
+def _results(node: fx.Node) -> Iterator[Any]:
+    call = node.meta.get("call")
+    if call is not None:
+        yield from ((var.spec.shape, var.spec.stride, var.spec.dtype) for var in call.outputs())
+    for one in leaves(node.meta.get("val")):
+        if isinstance(one, Tensor):
+            yield one.shape, one.stride(), one.dtype
 
 
 def found(key: str, arguments: Sequence[Tensor]) -> Callable[[list[Tensor]], Any] | None:
@@ -112,7 +143,7 @@ def _targets(graph: fx.Graph) -> Iterator[Any]:
 def _is_known(target: Any) -> bool:
     """Whether a call is told by its name: an op of torch's or ours, or a function of ours that can be imported."""
     if isinstance(target, OpOverload):
-        return target.namespace in ("aten", "prims", "fcg", "_c10d_functional") or not _is_composite(target)
+        return target.namespace in _KNOWN or not _is_composite(target)
     return target is operator.getitem or (callable(target) and _is_ours(target) and _is_at_its_name(target))
 
 

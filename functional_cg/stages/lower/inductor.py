@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from ...concurrency.garbage import no_garbage_collection
 from ...tensors.fake_mode import compiler_mode
 from ..core.graph import core_graph
-from ..core.lookup import found, keep, key_of
+from ..core.lookup import found, keep, key_of, signatures
 from ..fx_passes.lowerings import compiler_pass, register_lowerings
 from ..fx_passes.rounding import keep_roundings
 
@@ -142,7 +142,7 @@ def _made(module: fx.GraphModule) -> Any:
     from torch._inductor import compile_fx, config
 
     register_lowerings()
-    last = compiler_pass(keep_roundings(module.graph))
+    last = compiler_pass(keep_roundings(module.graph) + signatures(module.graph))
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     outputs: Any = module.graph.output_node().args[0]
     extra: Any = compile_fx.create_compiler_config_extra
