@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch._functorch.aot_autograd import aot_module_simplified
+from torch._higher_order_ops.effects import has_effects
 from torch._inductor.decomposition import select_decomp_table
 
 import functional_cg as fcg
@@ -135,7 +136,9 @@ def test_a_core_graph_computes_what_the_graph_does(calls: list[tuple[str, int, i
 
 
 def test_a_call_that_only_checks_is_made() -> None:
-    """It returns nothing, and torch keeps its place by tokens."""
+    """It returns nothing, and torch 2.13 keeps its place by tokens; 2.11 drops it, and steps check outside."""
+    if not has_effects(aten._linalg_check_errors.default):
+        pytest.skip("this version of torch drops such a call")
     graph = fx.Graph()
     info = graph.placeholder("info")
     graph.call_function(aten._linalg_check_errors.default, (info, "cholesky"), {"is_matrix": True})
