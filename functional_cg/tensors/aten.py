@@ -27,6 +27,7 @@ __all__ = [
     "is_batched",
     "is_in_place",
     "named_arguments",
+    "of_another_library",
     "one_unwrapped",
     "returns_view",
     "sync_reason",
@@ -142,6 +143,11 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
             value = args[position] if position < len(args) else kwargs.get(parameter.name)
             written.extend(tensors_in(value))
     return written
+
+
+def of_another_library(op: Any) -> bool:
+    """Whether an op is none of torch's or ours, so that its name does not say what it does."""
+    return not op._schema.name.startswith(("aten::", "fcg::", "prims::", "_c10d_functional::"))
 
 
 def is_in_place(name: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from ...messages.source import Location
 from ...shards.collectives import is_collective
 from ...shards.transfers import TRANSFERS
-from ...tensors.aten import can_draw
+from ...tensors.aten import can_draw, of_another_library
 from ..passes.fused import written_pairs
 from ..program import Instr
 
@@ -33,7 +33,6 @@ Memory = int | str
 
 GENERATOR, LINK, _CHECKS = "generator", "link", "checks"
 _MOVING = frozenset(f"aten::{name}_" for name in ("resize", "resize_as", "set"))
-_KNOWN = ("aten::", "fcg::", "prims::", "_c10d_functional::")
 
 
 @dataclass(eq=False, slots=True)
@@ -101,7 +100,7 @@ def fixed_by(op: Any) -> str:
         return f"`{schema.name}` gives a tensor other memory"
     if op in TRANSFERS:
         return f"`{schema.name}` keeps its place among transfers"
-    return "" if schema.name.startswith(_KNOWN) else f"`{schema.name}` is an op of another library"
+    return f"`{schema.name}` is an op of another library" if of_another_library(op) else ""
 
 
 def after_checks(reads: Iterable[Memory]) -> frozenset[Memory]:

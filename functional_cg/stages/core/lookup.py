@@ -13,7 +13,7 @@ import json
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,10 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from ...tensors.aten import of_another_library
 from .expansion import leaves
 
 __all__ = ["found", "keep", "key_of", "signatures"]
-
-_KNOWN = (
-    "aten",
-    "prims",
-    "fcg",
-    "_c10d_functional",
-)  # whose ops are as the versions of torch and this library say
 
 
 def key_of(module: fx.GraphModule, arguments: Sequence[Tensor]) -> str | None:
@@ -66,9 +60,7 @@ def signatures(graph: fx.Graph) -> str:
       graph: A graph for the compiler, before or after its calls became core calls.
     """
     calls = (node for node in graph.nodes if isinstance(node.target, OpOverload))
-    return str(
-        [(node.target._schema, *_results(node)) for node in calls if node.target.namespace not in _KNOWN]
-    )
+    return str([(node.target._schema, *_results(node)) for node in calls if of_another_library(node.target)])
 
 
 def _results(node: fx.Node) -> Iterator[Any]:
@@ -122,6 +114,7 @@ def keep(key: str, compiled: Any) -> None:
         write_atomic(str(_file(key)), json.dumps([[known, []], compiled.guards_expr]), make_dirs=True)
 
 
+@cache
 def _digest() -> str:
     """Return a digest of this library."""
     digest = hashlib.sha256()
@@ -143,7 +136,7 @@ def _targets(graph: fx.Graph) -> Iterator[Any]:
 def _is_known(target: Any) -> bool:
     """Whether a call is told by its name: an op of torch's or ours, or a function of ours that can be imported."""
     if isinstance(target, OpOverload):
-        return target.namespace in _KNOWN or not _is_composite(target)
+        return not (of_another_library(target) and _is_composite(target))
     return target is operator.getitem or (callable(target) and _is_ours(target) and _is_at_its_name(target))
 
 
