@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from .collectives import WAIT
 
@@ -42,9 +43,19 @@ def _group(name: str) -> Any:
     return _c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
+def _lent(value: Tensor) -> Tensor:
+    """Return the bytes of a tensor as one whose memory the allocator does not know as its own.
+
+    Of what it gets, c10d tells the allocator that another stream uses it, and during a capture the allocator then keeps
+    that memory until the end: a pipeline would hold all that it has sent and received. Nobody has to be told:
+    what reuses the memory comes after ``end`` and ``wait``.
+    """
+    return from_dlpack(to_dlpack(value.view(-1).view(torch.uint8)))
+
+
 def _send(value: Tensor, after: Tensor, to: int, group: str) -> Tensor:
     token = torch.empty_like(after)
-    work = _group(group).send([value.contiguous()], to, 0)
+    work = _group(group).send([_lent(value.contiguous())], to, 0)
     _c10d._register_work(token, work)
     return token
 
@@ -53,7 +64,7 @@ def _receive(
     after: Tensor, shape: Sequence[int], dtype: torch.dtype, source: int, group: str
 ) -> tuple[Tensor, Tensor]:
     value = torch.empty(shape, dtype=dtype, device=after.device)
-    work = _group(group).recv([value], source, 0)
+    work = _group(group).recv([_lent(value)], source, 0)
     _c10d._register_work(value, work)
     return value, torch.empty_like(after)
 
