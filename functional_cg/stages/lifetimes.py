@@ -7,18 +7,18 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from .program import Instr, Var
 
-__all__ = ["alive_at_peak", "last_uses", "lives_of", "peak_bytes", "storage_bytes"]
+__all__ = ["alive_at_peak", "last_uses", "lives_of", "peak_bytes", "spanned", "storage_bytes"]
 
 
 def storage_bytes(instrs: Iterable[Instr]) -> dict[int, int]:
     """Return the bytes of each storage that the results of the calls span."""
     sizes: dict[int, int] = {}
     for var in (var for instr in instrs for var in instr.outputs()):
-        sizes[var.storage] = max(sizes.get(var.storage, 0), _spanned(var))
+        sizes[var.storage] = max(sizes.get(var.storage, 0), spanned(var))
     return sizes
 
 
-def _spanned(var: Var) -> int:
+def spanned(var: Var) -> int:
     """Return the bytes of a storage up to the variable's last element; expanded dimensions add none."""
     if not var.spec.numel:
         return 0

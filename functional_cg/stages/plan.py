@@ -95,6 +95,8 @@ class AtenPlan:
 
     Attributes:
       ticks: If it is timed: what runs before each ``tick``, a call, or the name of what is copied.
+      head: The calls that the function makes before the commit, in order.
+      dropped: The variables that it drops after each of them, by number.
     """
 
     compiled = False
@@ -110,8 +112,8 @@ class AtenPlan:
         self._plan = self.schedule = plan
         self._ops: dict[str, Any] = {}
         self._functions: dict[Template, str] = {}
-        self._hoisted, self._head = self._split_hoisted()
-        self._source = self._generate(self._head)
+        self._hoisted, self.head = self._split_hoisted()
+        self._source = self._generate(self.head)
         self._code = compile(self._source, f"<plan of {program.function}>", "exec")
 
     def as_text(self) -> str:
@@ -212,19 +214,16 @@ class AtenPlan:
 
     def _function(self, template: Template, name: str, line: int) -> list[str]:
         """Return the source of the function of a template, which begins at a line."""
-        entrance = Instr(None, (), {}, template.given, (), None)
-        last_use = last_uses([entrance, *template.calls], set(template.results))
+        dropped = template.known("dropped", Template.dropped)
         lines = [
             f"def {name}(given):",
             f"    [{', '.join(map(repr, template.given))}] = given",
             "    given.clear()",
         ]
-        lines += [f"    {text}" for text in _dropped(last_use.get(0, ()))]
+        lines += [f"    {text}" for text in _dropped(dropped.get(0, ()))]
         for number, instr in enumerate(template.calls, 1):
             self._sites[line + len(lines)] = instr.site
-            lines += [
-                f"    {text}" for text in self._in_line(instr, template.given, last_use.get(number, ()))
-            ]
+            lines += [f"    {text}" for text in self._in_line(instr, template.given, dropped.get(number, ()))]
         return [*lines, f"    return [{', '.join(map(repr, template.results))}]"]
 
     def _call(self, instr: Instr, op: Any) -> str:
@@ -272,7 +271,7 @@ class AtenPlan:
         lines = [self._constant_line(i) for i in sorted(plan.written_constants)]
         tail_vars = {var for instr in plan.fused for var in instr.inputs()} | {var for _, var in plan.commits}
         views = {var for instr in self._hoisted for var in instr.outputs()}
-        last_use = last_uses(head, {*tail_vars, *plan.outputs, *views})
+        self.dropped = last_uses(head, {*tail_vars, *plan.outputs, *views})
         self._sites: dict[int, Location | None] = {}
 
         def tick(of: Instr | str, into: list[str], text: str = "tick()") -> None:
@@ -283,7 +282,7 @@ class AtenPlan:
         tick("constants", lines)
         for number, instr in enumerate(head):
             self._sites[len(lines) + 3] = instr.site  # after `def` and `try`; lines count from 1
-            lines += self._lines(instr, last_use.get(number, ()))
+            lines += self._lines(instr, self.dropped.get(number, ()))
             tick(instr, lines)
         lines += [self._metric_line(i) for i in range(len(plan.outputs))]
         tick("metrics", lines)

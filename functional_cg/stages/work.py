@@ -11,7 +11,7 @@ from torch import Tensor
 from ..tensors.aten import named_arguments
 from .program import Instr, Var, map_vars
 
-__all__ = ["bytes_of", "flops_of"]
+__all__ = ["beside", "bytes_of", "flops_of"]
 
 
 def bytes_of(instr: Instr, used: Container[Var]) -> int:
@@ -19,6 +19,19 @@ def bytes_of(instr: Instr, used: Container[Var]) -> int:
     read = {var: var.spec.nbytes for var in instr.inputs()}
     results = {var: var.spec.nbytes for var in instr.outputs() if var in used and var not in instr.writes}
     return sum(read.values()) + sum(results.values()) + sum(var.spec.nbytes for var in instr.writes)
+
+
+def beside(instr: Instr) -> int:
+    """Return the bytes that a kernel takes beside its results while it runs, as far as that is known.
+
+    In half precision, attention's backward adds up the gradient of the queries in single precision, and keeps a number
+    for each query.
+    """
+    name = instr.op._schema.name
+    if "scaled_dot_product" not in name or "backward" not in name:
+        return 0
+    query = named_arguments(instr.op, instr.args, instr.kwargs)["query"].spec
+    return 4 * (query.numel + math.prod(query.shape[:-1])) if query.dtype.itemsize == 2 else 0
 
 
 def flops_of(instr: Instr) -> int:

@@ -195,10 +195,10 @@ class BranchedPlan(AtenPlan):
 
     def _head_units(self) -> Iterator[Unit]:
         """Yield the calls of the head; a view belongs to the call that defines what it is a view of."""
-        sizes, owner = storage_bytes(self._head), self._owner
+        sizes, owner = storage_bytes(self.head), self._owner
         known = {var.storage for var in self._fixed} | self._variables.keys()
         units: dict[Unit, int] = {}
-        for instr in self._head:
+        for instr in self.head:
             defined = [var for var in instr.outputs() if var not in self._fixed]
             lines = self._lines(instr)
             if not instr.only_views:
