@@ -2,7 +2,8 @@
 
 torch's allocator takes a segment of its own for each large value that fits into no free block, and never joins two
 segments. Values of several sizes that live as long as a pipeline's activations leave a quarter of that memory unused.
-Of one large segment the allocator cuts blocks, and joins those that are free again.
+Of one large segment the allocator cuts blocks, and joins those that are free again; walls keep parts of it apart. How
+many gaps are left then changes with each MiB of a part, and for no simple reason: so a simulation searches for the best.
 """
 
 from __future__ import annotations
@@ -11,37 +12,58 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
+
+import torch
+from torch import Tensor
 
 from ...concurrency.garbage import no_garbage_collection
 from ..plan import AtenPlan, ExecutionPlan
-from .allocations import LARGE, Event, events, highest
+from .allocations import LARGE, Event, events, highest, multiplies
 
-__all__ = ["at_once", "taken"]
+__all__ = ["AtOnce", "at_once", "taken"]
 
 _MIB = 2**20
+_UNIT = 2 * _MIB  # of a segment
 _MIDDLE = 10 * _MIB  # below which values lie in segments of 20 MiB
+_WALL = LARGE + 512  # the smallest block that lies among large ones
 _LEAST = 32 * _MIB  # of temporaries that are worth it
-# Of the bytes that live at most, which are tried; best first for pipelines of Llama's blocks.
-_SHARES = (
-    1.0,
-    1.006,
-    0.976,
-    1.02,
-    0.956,
-    1.04,
-    0.922,
-    1.032,
-    0.988,
-    1.01,
-    0.97,
-    1.018,
-    0.9,
-    1.05,
-    0.864,
-    0.944,
-)
-_TRIED = 70_000  # events at most, or one share: some 20 ms
-_ENOUGH = 1.01  # of them: what is taken then is not tried further
+_ENOUGH = 1.01  # of the bytes that live at most: what is taken then is not tried further
+_TRIED = 600_000  # events, if each try had all of them; some 0.1 s
+_PARTS = 3  # at most
+_DRAWN, _DRAWS = (0.985, 1.03), 12  # of the bytes that live at most; how often it is drawn before the best is changed
+_AGAIN = 0.3  # of tries after that are drawn, too, rather than the best so far, changed
+
+
+@dataclass(frozen=True, slots=True)
+class AtOnce:
+    """What a capture takes at once.
+
+    Attributes:
+      parts: Bytes of the parts of a segment; each but the last ends with a wall.
+      workspace: Whether to take cuBLAS's workspace before, which else would lie in the way until the end.
+    """
+
+    parts: tuple[int, ...] = ()
+    workspace: bool = False
+
+    def take(self, device: torch.device) -> list[Tensor]:
+        """Take it for the capture that has begun, if there is room; return the walls, to be kept until its end."""
+        if not self.parts:
+            return []
+
+        def new(size: int) -> Tensor:
+            return torch.empty(size, dtype=torch.uint8, device=device)
+
+        if self.workspace:
+            torch.cuda.current_blas_handle()
+        try:
+            new(sum(self.parts))
+        except torch.OutOfMemoryError:  # where there is no room for one segment, there may be for smaller ones
+            return []
+        blocks = [new(size) for part in self.parts[:-1] for size in (part - _WALL, _WALL)]
+        return blocks[1::2]
 
 
 @dataclass(eq=False, slots=True)
@@ -54,22 +76,45 @@ class _Block:
 
 
 @no_garbage_collection()
-def at_once(plan: ExecutionPlan) -> int:
-    """Return the bytes to take at once for the large temporaries of a plan; 0 if that is unknown, or not worth it."""
+def at_once(plan: ExecutionPlan) -> AtOnce:
+    """Return what to take at once for the large temporaries of a plan; nothing if that is unknown, or not worth it."""
     if not isinstance(plan, AtenPlan) or plan.temporaries:  # lanes share no memory
-        return 0
+        return AtOnce()
     found = events(plan)
-    peak = highest(found)
-    if peak < _LEAST:
-        return 0
-    least, best = taken(found), 0
-    for share in _SHARES[: max(_TRIED // len(found), 1)]:
-        size = int(peak * share)
-        if (total := taken(found, size, least)) < least:
-            least, best = total, size
+    return AtOnce(_best(found), multiplies(plan)) if highest(found) >= _LEAST else AtOnce()
+
+
+def _best(found: Sequence[Event]) -> tuple[int, ...]:
+    """Return the parts with which least is taken, of those that are tried."""
+    peak, draw = highest(found), Random(0)
+    least, best = taken(found), tuple[int, ...]()
+    for number in range(_TRIED // len(found)):
         if least <= peak * _ENOUGH:
             break
+        if best and number >= _DRAWS and draw.random() > _AGAIN:
+            tried = _changed(best, draw)
+        else:
+            tried = _drawn(peak, 1 + number % _PARTS, draw)
+        if sum(tried) < least and (total := taken(found, tried, least)) < least:
+            least, best = total, tried
     return best
+
+
+def _drawn(peak: int, count: int, draw: Random) -> tuple[int, ...]:
+    """Return parts that are about as large together as what lives at most."""
+    whole = peak * draw.uniform(*_DRAWN)
+    cuts = [0.0, *sorted(draw.uniform(0.05, 0.95) for _ in range(count - 1)), 1.0]
+    return tuple(max(_whole(int(whole * (end - start)), _UNIT), _UNIT) for start, end in pairwise(cuts))
+
+
+def _changed(parts: tuple[int, ...], draw: Random) -> tuple[int, ...]:
+    """Return parts of which one or two are somewhat larger or smaller."""
+    changed = [*parts]
+    for _ in range(draw.choice((1, 1, 2))):
+        number = draw.randrange(len(changed))
+        step = _UNIT << draw.randrange(6)
+        changed[number] = max(changed[number] + draw.choice((-step, step)), _UNIT)
+    return tuple(changed)
 
 
 def taken(found: Sequence[Event], first: Sequence[int] = (), limit: float = math.inf) -> int:
@@ -77,15 +122,15 @@ def taken(found: Sequence[Event], first: Sequence[int] = (), limit: float = math
 
     Args:
       found: What is allocated and freed.
-      first: Bytes of segments that are there before.
+      first: Bytes of the parts of a segment that is there before.
       limit: From which on it does not matter how many more: some number that is not below it is returned.
     """
     total, blocks = 0, dict[int, _Block]()
     free: list[tuple[int, int, _Block]] = []
 
-    def segment(size: int) -> None:
+    def segment(size: int, wall: int = 0) -> None:
         nonlocal total
-        insort(free, (size, total, _Block(total, size)))
+        insort(free, (size - wall, total, _Block(total, size - wall)))
         total += size
 
     def joined(block: _Block, behind: _Block) -> _Block:
@@ -99,8 +144,8 @@ def taken(found: Sequence[Event], first: Sequence[int] = (), limit: float = math
     def take_out(block: _Block) -> None:
         del free[bisect_left(free, (block.size, block.start))]
 
-    for one in first:
-        segment(_whole(one, 2 * _MIB))
+    for number, part in enumerate(first, 1):
+        segment(part, _WALL if number < len(first) else 0)
     for storage, size in found:
         if size < 0:
             block = blocks.pop(storage)
@@ -117,7 +162,7 @@ def taken(found: Sequence[Event], first: Sequence[int] = (), limit: float = math
         size = _whole(size, 512)
         at = bisect_left(free, (size,))
         if at == len(free):
-            segment(20 * _MIB if size < _MIDDLE else _whole(size, 2 * _MIB))
+            segment(20 * _MIB if size < _MIDDLE else _whole(size, _UNIT))
             if total >= limit:
                 return total
             at = bisect_left(free, (size,))
