@@ -6,14 +6,15 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["PIPELINES"]
 
-BITS, BLOCKS, TABLES, MISTAKES, COMPILED, JUDGES, EVALUATION, TEMPLATES, GROUPS = (
+BITS, BLOCKS, TABLES, MISTAKES, COMPILED, JUDGES, EVALUATION, TEMPLATES, GROUPS, TRANSFERS = (
     f"tests/pipelines/test_{name}.py::"
     for name in (
         "bitwise", "blocks", "tables", "mistakes", "compiled", "other_judges", "evaluation", "templates",
-        "groups",
+        "groups", "transfers",
     )
 )  # fmt: skip
 SEVERAL = "it takes several GPUs, or none"
+RESERVE = "tests/test_reserve.py::"
 
 PIPELINES = (
     Mutant(
@@ -226,5 +227,34 @@ PIPELINES = (
             f"{TABLES}test_what_is_accepted_ends_and_what_is_refused_does_not",
         ),
         no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N193",
+        "a capture keeps what it has sent until its end, since the allocator is told of another stream",
+        (("send([_lent(value.contiguous())], to, 0)", "send([value.contiguous()], to, 0)"),),
+        (f"{TRANSFERS}test_bytes_go_from_memory_to_memory_that_the_allocator_does_not_know[shape2-dtype0]",),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N194",
+        "what a plan drops at one place is said to be freed in the order in which it was made",
+        (
+            (
+                "        for var in variables:\n            if var in self._named:\n",
+                (
+                    "        for var in sorted(variables, key=lambda one: one.storage):\n"
+                    "            if var in self._named:\n"
+                ),
+            ),
+        ),
+        (f"{RESERVE}test_what_a_plan_is_said_to_allocate_it_does[named_late-True]",),
+        no_gpu="what is said is the same there",
+    ),
+    Mutant(
+        "N194 beside",
+        "what attention's backward takes beside its results is not said",
+        (("        if (size := beside(instr)) > LARGE:\n", "        if (size := 0) > LARGE:\n"),),
+        (f"{RESERVE}test_in_half_precision_attention_takes_memory_beside_its_gradients[dtype1]",),
+        no_gpu="what is said is the same there",
     ),
 )

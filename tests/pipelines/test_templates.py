@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from functional_cg.shards.mesh import Axis, Mesh
 from functional_cg.stages.blocks import Blocks
 from functional_cg.stages.plan import AtenPlan, Buffers, lower_aten
 from functional_cg.stages.program import Instr, Program, Var
-from functional_cg.stages.run.reserve import events
+from functional_cg.stages.run.allocations import events
 from functional_cg.stages.run.warm_up import once
 from functional_cg.stages.schedule import Schedule, schedule
 from functional_cg.stages.template import Template, unrolled
@@ -175,8 +176,14 @@ def test_what_a_plan_allocates_is_what_its_calls_do(schedule: str) -> None:
     plan: Any = fcg.graph_step(train_step, lowering="aten").lower(state, batch).plan
     assert templates_of(plan.program)
     found = events(plan)
-    assert found == events(lower_aten(unrolled(plan.program)))
+    # What is dropped at one place is dropped in the order of names, which is another one there.
+    assert in_groups(found) == in_groups(events(lower_aten(unrolled(plan.program))))
     assert len(found) > 500
+
+
+def in_groups(found: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Return what is allocated, and what is freed between two allocations in the order of numbers."""
+    return [sorted(group) for _, group in groupby(found, lambda one: one[1] > 0 and one)]
 
 
 def block_of(act: Callable[[list[Tensor]], list[Tensor]], *given: Tensor) -> Instr:

@@ -20,7 +20,7 @@ class Group:
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
         self.given += tensors
-        self.bytes = tensors[0].clone()
+        self.bytes = tensors[0].clone().view(torch.uint8)
         return torch.futures.Future[None]()
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
@@ -56,4 +56,5 @@ def test_bytes_go_from_memory_to_memory_that_the_allocator_does_not_know(
 def test_a_view_is_sent_as_its_own_values(group: Group) -> None:
     value = torch.arange(12.0).reshape(3, 4).t()[1:]
     transfers.send(value, transfers.start(value.device), 1, "")
+    assert group.given[0].nbytes == value.nbytes
     assert torch.equal(group.given[0].view(torch.float32).view(3, 3), value)

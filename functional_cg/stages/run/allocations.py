@@ -128,7 +128,7 @@ class _Walk:
         self.drop(var for var in dropped if var in read)
         for one, size in inside:
             if one not in lies:
-                self.found.append((one + later, size))
+                self.found.append((one if one == _BESIDE else one + later, size))
             elif size:
                 self._allocate(lies[one], size)
                 self.held[lies[one]] += 1

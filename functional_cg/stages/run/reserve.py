@@ -3,7 +3,8 @@
 torch's allocator takes a segment of its own for each large value that fits into no free block, and never joins two
 segments. Values of several sizes that live as long as a pipeline's activations leave a quarter of that memory unused.
 Of one large segment the allocator cuts blocks, and joins those that are free again; walls keep parts of it apart. How
-many gaps are left then changes with each MiB of a part, and for no simple reason: so a simulation searches for the best.
+many gaps are left then changes with each MiB of a part, and for no simple reason: the best is searched for, by a
+simulation.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ _LEAST = 32 * _MIB  # of temporaries that are worth it
 _ENOUGH = 1.01  # of the bytes that live at most: what is taken then is not tried further
 _TRIED = 600_000  # events, if each try had all of them; some 0.1 s
 _PARTS = 3  # at most
-_DRAWN, _DRAWS = (0.985, 1.03), 12  # of the bytes that live at most; how often it is drawn before the best is changed
+_DRAWN, _DRAWS = (
+    (0.985, 1.03),
+    12,
+)  # of the bytes that live at most; how often it is drawn before the best is changed
 _AGAIN = 0.3  # of tries after that are drawn, too, rather than the best so far, changed
 
 
@@ -60,7 +64,9 @@ class AtOnce:
             torch.cuda.current_blas_handle()
         try:
             new(sum(self.parts))
-        except torch.OutOfMemoryError:  # where there is no room for one segment, there may be for smaller ones
+        except (
+            torch.OutOfMemoryError
+        ):  # where there is no room for one segment, there may be for smaller ones
             return []
         blocks = [new(size) for part in self.parts[:-1] for size in (part - _WALL, _WALL)]
         return blocks[1::2]
