@@ -18,7 +18,7 @@ from ..concurrency.interrupts import uninterrupted
 from ..messages.source import Location
 from ..tensors.aten import UNGROUPED
 from .layouts import laid_out, unsure
-from .lifetimes import last_uses
+from .lifetimes import dropped_in, last_uses
 from .passes.fused import in_place
 from .passes.rewrite import clears, range_tensor
 from .program import Instr, Program, Var, map_vars, vars_in
@@ -214,7 +214,7 @@ class AtenPlan:
 
     def _function(self, template: Template, name: str, line: int) -> list[str]:
         """Return the source of the function of a template, which begins at a line."""
-        dropped = template.known("dropped", Template.dropped)
+        dropped = template.known("dropped", dropped_in)
         lines = [
             f"def {name}(given):",
             f"    [{', '.join(map(repr, template.given))}] = given",

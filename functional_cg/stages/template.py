@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from .lifetimes import last_uses
 from .program import Instr, Program, Var, live, map_arguments, map_vars
 
 __all__ = ["Template", "calls_of", "made_again", "merge_given", "rename", "rewrite_templates", "unrolled"]
@@ -81,11 +80,6 @@ class Template:
         if name not in self._known:
             self._known[name] = find(self)
         return self._known[name]
-
-    def dropped(self) -> dict[int, list[Var]]:
-        """Return the variables that its function drops: under 0 what it is given and never reads, else by call."""
-        entrance = Instr(None, (), {}, self.given, (), None)
-        return last_uses([entrance, *self.calls], set(self.results))
 
     def program(self) -> Program:
         """Return the calls as a program of their own."""

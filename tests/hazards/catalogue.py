@@ -95,6 +95,8 @@ FILES = {
     "pipeline_tables": "tests/pipelines/test_tables.py",
     "pipeline_templates": "tests/pipelines/test_templates.py",
     "pipeline_groups": "tests/pipelines/test_groups.py",
+    "transfers": "tests/pipelines/test_transfers.py",
+    "reserve": "tests/test_reserve.py",
     "placements": "tests/sharding/test_placements.py",
     "policy": "tests/test_policy.py",
     "programs": "tests/test_programs.py",
@@ -1041,5 +1043,15 @@ HAZARDS = (
          "half::test_what_a_rounding_loses_is_there",
          "half::test_random_calls_in_half_precision_have_the_bits_of_eager",
          "half::test_only_what_rounds_is_marked"),
+    _row(205, 2, "N193 N194", "a captured pipeline holds all that it sends, and gaps between what it keeps",
+         "impossible: c10d is lent memory that the allocator is not told of; parts of a segment are chosen by a "
+         "simulation of what the plan really takes",
+         "transfers::test_bytes_go_from_memory_to_memory_that_the_allocator_does_not_know",
+         "transfers::test_a_view_is_sent_as_its_own_values",
+         "pipeline_templates::test_what_a_plan_allocates_is_what_its_calls_do",
+         "reserve::test_what_a_plan_is_said_to_allocate_it_does",
+         "reserve::test_in_half_precision_attention_takes_memory_beside_its_gradients",
+         "reserve::test_segments_are_those_of_best_fits_among_gaps",
+         "reserve::test_most_gaps_are_gone_if_a_capture_takes_its_memory_at_once"),
 )
 # fmt: on

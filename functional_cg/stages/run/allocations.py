@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from ..lifetimes import spanned
+from ..lifetimes import dropped_in, spanned
 from ..plan import AtenPlan
 from ..program import Instr, Var
 from ..schedule import not_computed
@@ -149,7 +149,7 @@ class _Walk:
 
 def _inside(template: Template) -> tuple[list[Event], list[int]]:
     """Return what a template allocates and frees or, with 0 bytes, drops, and which storages it returns."""
-    walk, dropped = _Walk(()), template.dropped()
+    walk, dropped = _Walk(()), template.known("dropped", dropped_in)
     walk.given(template.given)
     walk.drop(dropped.get(0, ()))
     for number, instr in enumerate(template.calls, 1):

@@ -29,7 +29,6 @@ from .warm_up import once
 __all__ = ["Backend", "CPUBackend", "CUDABackend", "Replay", "backend_for"]
 
 _CROSSES_THE_BORDER = ("unjoined work", "uncaptured work")  # in the driver's messages on streams and events
-_NOTHING = AtOnce()
 _LATER = "previous error during capture"
 _ROUNDS, _ROUND_MS, _SECONDS = 12, 4.0, 0.2  # of a measurement: at most, at least, and at most
 
@@ -184,12 +183,12 @@ class CUDABackend:
                 if not all(one.expired() for one in memory):
                     gc.collect()  # a reference cycle holds it; to look for that takes a second
             # A pool is taken from by all captures of a step: later ones fill what the first has left free.
-            replay = self._graph(run, _NOTHING if self._in_use else at_once(plan))
+            replay = self._graph(run, None if self._in_use else at_once(plan))
             self._in_use = True
             caller.wait_stream(self._streams[1])
             return replay
 
-    def _graph(self, run: Run, before: AtOnce = _NOTHING) -> _GraphReplay:
+    def _graph(self, run: Run, before: AtOnce | None = None) -> _GraphReplay:
         graph = torch.cuda.CUDAGraph()
         # A stream may be another one's underneath, with a workspace from elsewhere that whoever made it may free;
         # and what runs on it later may not use that of the graph, which may be replayed meanwhile.
@@ -202,7 +201,7 @@ class CUDABackend:
                     graph, pool=self._pool, stream=self._streams[1], capture_error_mode="thread_local"
                 ),
             ):
-                walls = before.take(self._device)
+                walls = [] if before is None else before.take(self._device)
                 static = run(())
                 del walls
         except BaseException as error:
