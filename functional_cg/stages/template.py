@@ -95,7 +95,7 @@ class Template:
           number: How often it was made before.
         """
         first = self.calls[0]
-        written = {var.storage for one in self.calls for var in one.writes}
+        written = self.known("written", _written)
         pairs = zip(self.results, results, strict=True)
         writes = tuple(new for var, new in pairs if var.storage in written)
         region = None if first.region is None else (first.region[0], number)
@@ -130,6 +130,10 @@ class Template:
         number = 0 if call.region is None else call.region[1]
         for one in self.calls:
             yield made_again(one, renamed, None if one.region is None else (one.region[0], number))
+
+
+def _written(template: Template) -> set[int]:
+    return {var.storage for one in template.calls for var in one.writes}
 
 
 def made_again(one: Instr, new: Callable[[Var], Var], region: tuple[str, int] | None) -> Instr:

@@ -95,21 +95,38 @@ class _Call:
         )
 
 
-def _in_reverse(instrs: Sequence[Instr]) -> list[_Call]:
-    """Return the calls, the last one first; a template counts as a call for each of its results, and its checks."""
-    out: list[_Call] = []
-    for instr in reversed(instrs):
-        if not isinstance(instr.op, Template):
-            out.append(_Call.of(instr))
-            continue
-        checked, reads = instr.op.known("unchecked", _summary)
-        given = [var.storage for var in instr.args[0]]
-        out += [
-            _Call(frozenset([var.storage]), frozenset([given[n] for n in read]), frozenset())
-            for var, read in zip(instr.out, reads, strict=True)
-        ]
-        out.append(_Call(frozenset(), frozenset(), frozenset([given[n] for n in checked])))
-    return out
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """What a call of a template does: a call for each of its results, told only if one of them is checked.
+
+    Attributes:
+      made: The storages of its results.
+      checked: Those of what it is given that it may refuse.
+    """
+
+    instr: Instr
+    made: frozenset[int]
+    checked: frozenset[int]
+
+    @classmethod
+    def of(cls, instr: Instr) -> _Again:
+        checked, _ = instr.op.known("unchecked", _summary)
+        given = instr.args[0]
+        made = frozenset([var.storage for var in instr.out])
+        return cls(instr, made, frozenset([given[number].storage for number in checked]))
+
+    def read_for(self, checked: set[int]) -> set[int]:
+        """Return the storages that checked results are computed from."""
+        _, reads = self.instr.op.known("unchecked", _summary)
+        given, results = self.instr.args[0], zip(self.instr.out, reads, strict=True)
+        return {given[number].storage for var, read in results if var.storage in checked for number in read}
+
+
+def _in_reverse(instrs: Sequence[Instr]) -> list[_Call | _Again]:
+    """Return the calls, the last one first."""
+    return [
+        _Again.of(instr) if isinstance(instr.op, Template) else _Call.of(instr) for instr in reversed(instrs)
+    ]
 
 
 def _summary(template: Template) -> tuple[Sequence[int], list[Sequence[int]]]:
@@ -123,7 +140,7 @@ def _summary(template: Template) -> tuple[Sequence[int], list[Sequence[int]]]:
     return checked, [among(_computed_from(calls, {var.storage})) for var in template.results]
 
 
-def _computed_from(calls: Iterable[_Call], checked: set[int]) -> set[int]:
+def _computed_from(calls: Iterable[_Call | _Again], checked: set[int]) -> set[int]:
     """Return the storages that the given ones, and those that calls check, are computed from, and these.
 
     Args:
@@ -132,7 +149,7 @@ def _computed_from(calls: Iterable[_Call], checked: set[int]) -> set[int]:
     """
     for call in calls:
         if not checked.isdisjoint(call.made):
-            checked |= call.read
+            checked |= call.read if isinstance(call, _Call) else call.read_for(checked)
         checked |= call.checked
     return checked
 
