@@ -183,7 +183,8 @@ class CUDABackend:
                 if not all(one.expired() for one in memory):
                     gc.collect()  # a reference cycle holds it; to look for that takes a second
             # A pool is taken from by all captures of a step: later ones fill what the first has left free.
-            replay = self._graph(run, None if self._in_use else at_once(plan))
+            # Another allocator would make what is taken nodes of the graph.
+            replay = self._graph(run, at_once(plan) if _is_native() and not self._in_use else None)
             self._in_use = True
             caller.wait_stream(self._streams[1])
             return replay
@@ -354,8 +355,13 @@ def _free_workspaces() -> None:
     cuBLAS allocates new ones on demand. Live graphs are not affected: their workspaces come from their own pools.
     With ``cudaMallocAsync`` they are not freed: it makes the allocations of a capture nodes of the graph.
     """
-    if torch.cuda.get_allocator_backend() == "native":
+    if _is_native():
         torch._C._cuda_clearCublasWorkspaces()
+
+
+def _is_native() -> bool:
+    """Whether torch's own allocator is in use."""
+    return bool(torch.cuda.get_allocator_backend() == "native")
 
 
 @contextlib.contextmanager
