@@ -194,6 +194,7 @@ def test_most_gaps_are_gone_if_a_capture_takes_its_memory_at_once() -> None:
     assert taken(found) > 1.15 * live
     chosen = at_once(lowered.plan)
     assert taken(found, chosen.parts) < 1.05 * live
+    assert all(part % (2 * MIB) == 0 and part > 2 * MIB for part in chosen.parts)
     assert chosen.workspace
     sizes = lowered.memory_analysis()
     counted = sizes["peak"] - sizes["state"] - sizes["inputs"]

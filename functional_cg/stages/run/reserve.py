@@ -32,7 +32,7 @@ _WALL = LARGE + 512  # the smallest block that lies among large ones
 _LEAST = 32 * _MIB  # of temporaries that are worth it
 _ENOUGH = 1.01  # of the bytes that live at most: what is taken then is not tried further
 _TRIED = 600_000  # events, if each try had all of them; some 0.1 s
-_PARTS = 3  # at most
+_PARTS, _PART = 3, 2 * _UNIT  # at most; and the bytes of one at least: with a wall, it is large
 _DRAWN, _DRAWS = (
     (0.985, 1.03),
     12,
@@ -110,7 +110,7 @@ def _drawn(peak: int, count: int, draw: Random) -> tuple[int, ...]:
     """Return parts that are about as large together as what lives at most."""
     whole = peak * draw.uniform(*_DRAWN)
     cuts = [0.0, *sorted(draw.uniform(0.05, 0.95) for _ in range(count - 1)), 1.0]
-    return tuple(max(_whole(int(whole * (end - start)), _UNIT), _UNIT) for start, end in pairwise(cuts))
+    return tuple(max(_whole(int(whole * (end - start)), _UNIT), _PART) for start, end in pairwise(cuts))
 
 
 def _changed(parts: tuple[int, ...], draw: Random) -> tuple[int, ...]:
@@ -119,7 +119,7 @@ def _changed(parts: tuple[int, ...], draw: Random) -> tuple[int, ...]:
     for _ in range(draw.choice((1, 1, 2))):
         number = draw.randrange(len(changed))
         step = _UNIT << draw.randrange(6)
-        changed[number] = max(changed[number] + draw.choice((-step, step)), _UNIT)
+        changed[number] = max(changed[number] + draw.choice((-step, step)), _PART)
     return tuple(changed)
 
 
