@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def negated(state: Any, x: Tensor) -> Any:
-    return {"a": -x}, {"by": 1 / -state["a"], "half": 1 / -x.half(), "twice": 1 / (-(-x))}
+    return {"a": -x}, {"by": 1 / -state["a"], "half": 1 / -x.half(), "twice": 1 / torch.neg(-x)}
 
 
 def asked(state: Any, x: Tensor) -> Any:
