@@ -31,7 +31,7 @@ def asked(state: Any, x: Tensor) -> Any:
 
 def differentiated(state: Any, x: Tensor) -> Any:
     """The gradient of a difference is a negative one."""
-    grad = fcg.grad(lambda a: ((x - a) * x.relu()).sum())(state["a"])
+    grad = fcg.grad(lambda a: ((x - a) * x.abs()).sum())(state["a"])
     return {"a": grad}, {"by": 1 / grad}
 
 
