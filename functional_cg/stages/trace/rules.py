@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ...ambient.kernel_modes import KernelModes
 from ...errors import (
     CaptureError,
     ForeignTensorError,
@@ -119,6 +120,7 @@ class Rules:
         self._function, self._code, self._on_a_mesh = function, code, on_a_mesh
         self._protected, self._copied, self._fixed = protected, copied, fixed
         self._facts: dict[Any, _Facts] = {}
+        self._modes = KernelModes()
         self.places = Places(function, history)  # what was copied where PyTorch has views
         self._first: FunctionalCGError | None = None
 
@@ -153,6 +155,8 @@ class Rules:
             if func.namespace in _COLLECTIVES and not self._on_a_mesh:
                 raise self._without_a_mesh(func)
             facts = self._facts[func] = _facts(func)
+        if mode := self._modes.changed(func, kwargs, lambda: tensors_in([*args, *kwargs.values()])):
+            raise self._mode_changed(func, *mode)
         if facts.may_draw and can_draw(func, args, kwargs):
             raise self._random(func)
         if facts.may_move:
@@ -183,6 +187,18 @@ class Rules:
         """Return why an op needs values on the host; "" if it does not."""
         facts = self._facts.get(func) or _facts(func)
         return sync_reason(func, args, kwargs) if facts.may_sync else ""
+
+    def _mode_changed(self, func: Any, name: str, before: object, now: object) -> SideEffectError:
+        fix = f"set it before the first call and leave it: `{name.removesuffix('()')}` is one for the whole step."
+        if isinstance(now, torch.dtype):
+            fix = f"say which dtype, `torch.ones(3, dtype={now})`, `x.to({now})`, where the default one is of use."
+        return SideEffectError.of(
+            self._function,
+            "sets a mode of torch for a part of it.",
+            rows=[f"{name}  before {before}   now {now}, in {func}{at_here()}"],
+            why="A kernel asks for it when it runs: a replay would find the mode around the call.",
+            fix=fix,
+        )
 
     def _from_the_storage(self, func: Any) -> CaptureError:
         return CaptureError.of(
