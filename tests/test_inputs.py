@@ -408,6 +408,10 @@ def test_inputs_that_cannot_be_copied_in_are_refused(make: Any) -> None:
 
 # --- what cannot be copied in ------------------------------------------------------------------------------
 
+class Marked(torch.Tensor):
+    """A tensor whose class says what it is."""
+
+
 UNFIT: dict[str, tuple[Any, str, str]] = {
     "strings": (np.array(["a", "b"]), "ndarray of <U1", "numpy.unique(batch['x'], return_inverse=True)[1]"),
     "objects": (np.array([None]), "ndarray of object", "numpy.unique"),
@@ -420,6 +424,16 @@ UNFIT: dict[str, tuple[Any, str, str]] = {
     "masked": (np.ma.array([1.0], mask=[True]), "MaskedArray of float64", "batch['x'].filled(0)"),
     "sparse": (torch.eye(2).to_sparse(), "layout torch.sparse_coo", "batch['x'].to_dense()"),
     "meta": (torch.ones(2, device="meta"), "f32[2]@meta", "plain tensors"),
+    "subclass": (
+        torch.ones(2).as_subclass(Marked),
+        "the subclass Marked",
+        "batch['x'].as_subclass(torch.Tensor)",
+    ),
+    "matrix": (
+        np.ones((2, 2)).view(np.matrix),
+        "matrix of float64",
+        "numpy.asarray(batch['x'], dtype=\"float64\")",
+    ),
     "recorded": (
         torch.ones(2, requires_grad=True) * 2,
         "f32[2]@cpu that requires grad",
