@@ -53,7 +53,7 @@ def fix_of(error: BaseException) -> str:
     if ours is not None:  # the exception comes from this package, and says it
         return ours[1].rstrip(".")
     entries = [one for one in raised_in(error) if not is_installed(one.tb_frame.f_code.co_filename)]
-    site = Site.of(entries[-1].tb_frame, entries[-1].tb_lasti, by_mask=False) if entries else None
+    site = Site.of(entries[-1].tb_frame, entries[-1].tb_lasti) if entries else None
     if site is not None:
         for cause in (
             _without_gradient,

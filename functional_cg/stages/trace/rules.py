@@ -305,6 +305,7 @@ class Rules:
         owner: str = "",
         fix: str = "",
         *,
+        tensors: Sequence[Tensor] = (),
         inputs: Sequence[str] = (),
         drawn: bool = False,
     ) -> HostSyncError:
@@ -315,12 +316,14 @@ class Rules:
           call: The op.
           owner: Name of the argument that is read, if any.
           fix: What to do; by default, what suits the line.
+          tensors: What the op is given.
           inputs: Names of the inputs that decide on a shape, if nothing else does.
           drawn: Whether the value is drawn at random.
         """
         frame = user_frame()
-        by_mask = "index" in str(call)
-        what, spelled = sync_fix(frame, by_mask=by_mask, drawn=drawn) if frame is not None else ("", "")
+        masks = [one.ndim for one in tensors[1:] if one.dtype in (torch.bool, torch.uint8)]
+        axes = (tensors[0].ndim, masks[0]) if masks and "index" in str(call) else None
+        what, spelled = sync_fix(frame, axes=axes, drawn=drawn) if frame is not None else ("", "")
         fix = fix or spelled
         if inputs:
             names = " and ".join(f"`{name}`" for name in inputs)
