@@ -106,7 +106,9 @@ def test_a_constant_of_a_subclass_is_refused_and_the_advice_works() -> None:
         pass
 
     table = torch.arange(3.0).as_subclass(Marked)
-    with pytest.raises(LayoutError, match=r"got the subclass Marked(.|\n)*`constants\[0\]\.as_subclass\(torch.Tensor\)`"):
+    with pytest.raises(
+        LayoutError, match=r"got the subclass Marked(.|\n)*`constants\[0\]\.as_subclass\(torch.Tensor\)`"
+    ):
         fcg.graph_fn(lambda x: x + table, constants=(table,))(torch.ones(3))
     plain = table.as_subclass(Tensor)
     step = fcg.graph_fn(lambda x: x + plain, constants=(plain,))

@@ -98,7 +98,11 @@ def test_a_layer_that_reads_data_is_trained_by_each_lowering(layer: Any, shape: 
         (value, buffers), grads = fcg.value_and_grad(loss, has_aux=True)(state["p"], state["b"], x)
         return {"p": fcg.tree.map(lambda p, g: p - 0.01 * g, state["p"], grads), "b": buffers}, value
 
-    for options in ({"lowering": "aten"}, {"lowering": "inductor"}, {"lowering": "inductor", "debug": "verify+poison"}):
+    for options in (
+        {"lowering": "aten"},
+        {"lowering": "inductor"},
+        {"lowering": "inductor", "debug": "verify+poison"},
+    ):
         step = fcg.graph_step(f, **options)
         state = fcg.place({"p": params, "b": buffers})
         for _ in range(3):

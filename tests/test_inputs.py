@@ -408,6 +408,7 @@ def test_inputs_that_cannot_be_copied_in_are_refused(make: Any) -> None:
 
 # --- what cannot be copied in ------------------------------------------------------------------------------
 
+
 class Marked(torch.Tensor):
     """A tensor whose class says what it is."""
 

@@ -49,6 +49,7 @@ def test_all_are_there() -> None:
         *range(140, 144),
         150,
         *range(160, 193),
+        *range(195, 199),
     }
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
     assert {name for mutant in MUTANTS for name in mutant.general} <= set(GENERAL)

@@ -33,9 +33,7 @@ ASKED_TYPES: dict[str, Callable[[Any], Any]] = {
     "among the classes of a table": lambda x: type(x) in BY_CLASS,
     "looked up": lambda x: BY_CLASS.get(type(x), 2.0),
     "its name": lambda x: type(x).__name__ == "Tensor",
-    "a method by its name": lambda x: getattr(
-        Visitor(), f"visit_{x.__class__.__name__}", Visitor().other
-    )(x),
+    "a method by its name": lambda x: getattr(Visitor(), f"visit_{x.__class__.__name__}", Visitor().other)(x),
     "its module": lambda x: type(x).__module__.startswith("torch._sub"),
     "as text": lambda x: "torch.Tensor" in str(type(x)),
     "in text": lambda x: "torch.Tensor" in f"{type(x)}",
@@ -52,7 +50,7 @@ OTHER_TYPES: dict[str, Callable[[Any], Any]] = {
     "another class": lambda x: type(x) is list or type(x) == dict,  # noqa: E721
     "one class": lambda x: type(x) is type(x * 2) and type(x) == type(x + 1),  # noqa: E721
     "tensors compared": lambda x: 2.0 if [x, 3] == [x, 4] else 1.0,
-    "the type of a number": lambda x: type(2.0) in (float, int) and type(2.0).__name__ == "float",
+    "the type of a number": lambda x: float in (float, int) and float.__name__ == "float",
 }
 
 

@@ -196,7 +196,9 @@ class Shadow(Calls):
             self.use_compared(one)
             if is_container(one) and not is_array(one) and holds(one, FakeTensor):
                 self.asks_for_type(FakeTensor)
-        if holds(pair, FakeTensor):  # beside any other class than `torch.Tensor`, the answer is that of an ordinary tensor
+        if holds(
+            pair, FakeTensor
+        ):  # beside any other class than `torch.Tensor`, the answer is that of an ordinary tensor
             self.take(2)
             self.push(UNKNOWN)
         else:
