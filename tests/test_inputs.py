@@ -792,6 +792,15 @@ def test_anomaly_detection_is_refused_while_tracing_and_works_in_an_eager_run() 
     assert out.tolist() == step(state, torch.ones(2))[1].tolist() == [1.0, 1.0]
 
 
+def test_anomaly_detection_for_a_part_of_a_step_is_named() -> None:
+    def f(s: Any, x: Tensor) -> Any:
+        with warnings.catch_warnings(action="ignore"), torch.autograd.detect_anomaly():
+            return s, fcg.grad(total)(s["w"], x)
+
+    with pytest.raises(fcg.CaptureError, match=r"detect_anomaly\(\)`(.|\n)*eager"):
+        fcg.graph_step(f)({"w": torch.ones(2)}, torch.ones(2))
+
+
 def test_results_under_inference_mode_are_ordinary_tensors() -> None:
     step, f = fcg.graph_step(lambda s, x: ({"w": s["w"] + x}, {"w": s["w"] * 1})), fcg.graph_fn(total)
     state: Any = fcg.place({"w": torch.ones(2)})

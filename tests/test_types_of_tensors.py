@@ -66,3 +66,20 @@ def test_a_question_that_any_tensor_answers_alike_is_accepted(ask: Any) -> None:
         return x * ask(x)
 
     assert torch.equal(fcg.graph_fn(f)(torch.ones(2)), f(torch.ones(2)))
+
+
+class Marked(torch.Tensor):
+    """A tensor whose class says what it is."""
+
+
+@pytest.mark.parametrize(
+    ("asks", "advice"),
+    [
+        (lambda x: x * BY_CLASS[type(x)], "choose by `isinstance(x, torch.Tensor)`"),
+        (lambda x: x.as_subclass(Marked) * 2, "a step computes on plain tensors"),
+    ],
+)
+def test_what_raises_because_of_the_class_is_told_so(asks: Any, advice: str) -> None:
+    with pytest.raises(fcg.CaptureError) as error:
+        fcg.graph_fn(asks)(torch.ones(2))
+    assert f"To fix: {advice}" in str(error.value)

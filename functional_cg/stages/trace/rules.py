@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...ambient.kernel_modes import KernelModes
+from ...ambient.setting import refuse_anomaly_mode
 from ...errors import (
     CaptureError,
     ForeignTensorError,
@@ -320,6 +321,7 @@ class Rules:
           inputs: Names of the inputs that decide on a shape, if nothing else does.
           drawn: Whether the value is drawn at random.
         """
+        refuse_anomaly_mode(self._function)  # asks for values itself
         frame = user_frame()
         masks = [one.ndim for one in tensors[1:] if one.dtype in (torch.bool, torch.uint8)]
         axes = (tensors[0].ndim, masks[0]) if masks and "index" in str(call) else None
