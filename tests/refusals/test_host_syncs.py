@@ -13,7 +13,7 @@ import torch
 
 import functional_cg as fcg
 from functional_cg import CaptureError, HostSyncError, ImplicitRandomnessError
-from tests.refusals.judge import Spelling, assert_refused, assert_spelling, metric
+from tests.refusals.judge import Spelling, accepted, assert_refused, assert_spelling, metric
 
 # -- numbers and text -------------------------------------------------------------------------------------------
 
