@@ -391,6 +391,9 @@ class Runner:
         triton_red_fused_gelu_sum_0.run(buf0, 4, stream=stream0)
         del buf0
         triton_poi_fused_1.run(4)
+        # Topologically Sorted Source Nodes: [norm_default, cast_default], Original ATen: [aten.norm]
+        triton_per_fused_norm_2.run(workspace_0, 4)
+        buf1 = workspace_0[0 * 4 : (0 + 1) * 4].view(2, 2).sum(dim=0)
         return (args[0],)
 """
 
@@ -405,20 +408,24 @@ def test_lines_that_launch_have_the_nodes_of_the_comment_above_them(tmp_path: Pa
         "extern_kernels": torch,
         "triton_red_fused_gelu_sum_0": kernel,
         "triton_poi_fused_1": kernel,
+        "triton_per_fused_norm_2": kernel,
+        "workspace_0": torch.ones(4),
     }
     exec(compile(GENERATED, str(path), "exec"), names)
     ticks: list[int] = []
     with Launches(lambda: ticks.append(0), lambda: ticks.append(1)) as launches:
         names["Runner"]().call([torch.ones(2, 2), torch.ones(2, 2)])
-    assert ticks == [0] * 7 + [1]
+    assert ticks == [0] * 9 + [1]
     assert launches.lines[-1] is None
     numbers = [line[1] for line in launches.lines if line is not None]
-    assert numbers == [4, 6, 8, 9, 10, 11, 12]
-    found = kernels(launches.lines, [0.0, 2.0, 0.0, 3.0, 0.0, 1.0, 0.0, 5.0])
+    assert numbers == [4, 6, 8, 9, 10, 11, 13, 14, 15]
+    found = kernels(launches.lines, [0.0, 2.0, 0.0, 3.0, 0.0, 1.0, 4.0, 0.5, 0.0, 5.0])
     assert found == [
         Kernel("extern_kernels.mm", ("mm_default",), 2.0),
         Kernel("triton_red_fused_gelu_sum_0", ("gelu_default", "sum_default"), 3.0),
         Kernel("triton_poi_fused_1", (), 1.0),  # its comment is missing: it is not that of another kernel
+        Kernel("triton_per_fused_norm_2", ("norm_default", "cast_default"), 4.0),
+        Kernel("workspace.sum", ("norm_default", "cast_default"), 0.5),  # of what that kernel has left
     ]
 
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import CaptureError
 from ..shards.mesh import Mesh
 from ..tensors.recorded.ctc import ctc_loss
+from ..tensors.recorded.cumulative import CUMULATIVE
 from ..tensors.recorded.higher_order import associative_scan, flex_attention
 from ..tensors.recorded.one_hot import one_hot
 from ..tensors.recorded.packed import PACKED
@@ -48,6 +49,7 @@ _AS_CALLS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         torch.ops.higher_order.flex_attention: flex_attention,
         F.one_hot: one_hot,
         **PACKED,
+        **CUMULATIVE,
     }
 )
 _NEAR = 6  # frames from the grad mode's setter up to the checkpoint

@@ -35,7 +35,7 @@ import torch
 from tests.forked import context
 from tests.room import with_room
 
-__all__ = ["Outcome", "on_ranks", "outcomes", "outcomes_of_each"]
+__all__ = ["Outcome", "a_port", "on_ranks", "outcomes", "outcomes_of_each"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT = 90.0
@@ -106,9 +106,7 @@ def outcomes_of_each(
         requests = [
             {
                 "folder": str(folder),
-                "environment": _environment(ranks, stack.enter_context(_a_port()), device)
-                if launched
-                else {},
+                "environment": _environment(ranks, stack.enter_context(a_port()), device) if launched else {},
             }
             for folder in folders
         ]
@@ -134,11 +132,14 @@ def on_ranks(ranks: int, function: Callable[..., Any], *args: Any, **options: An
 
 
 @contextlib.contextmanager
-def _a_port() -> Iterator[int]:
-    """A port that rank 0 may listen on. Until the ranks have ended, the system gives it to no other socket."""
+def a_port() -> Iterator[int]:
+    """A port that rank 0 may listen on. Until the ranks have ended, the system gives it to no other socket.
+
+    At any address, as the store listens at all of them: NCCL's sockets are bound to that of a network interface.
+    """
     with socket.socket() as kept:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # with the store's, which sets it, too
-        kept.bind(("127.0.0.1", 0))
+        kept.bind(("", 0))
         yield kept.getsockname()[1]
 
 

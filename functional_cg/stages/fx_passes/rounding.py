@@ -34,7 +34,7 @@ _EXACT = frozenset(
         _aten.where.self,
     }
 )
-# The compiler knows of roundings in calls by element alone.
+# The compiler knows of roundings in calls by element of values alone: a number that fills a value is as it is written.
 _SUMS = frozenset(
     {_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim, _aten.prod.default}
 )
@@ -60,7 +60,7 @@ def keep_roundings(graph: fx.Graph) -> str:
             node.target = ROUNDED
         elif not node.meta.get("result") or node.target in _EXACT:
             continue
-        elif node.target in _SUMS:
+        elif node.target in _SUMS or not node.all_input_nodes:
             _round(graph, node)
         else:
             node.meta[_ROUNDS] = True

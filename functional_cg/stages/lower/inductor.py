@@ -17,6 +17,7 @@ from ..core.graph import core_graph
 from ..core.lookup import found, keep, key_of, signatures
 from ..fx_passes.lowerings import compiler_pass, register_lowerings
 from ..fx_passes.rounding import keep_roundings
+from ..fx_passes.signs import keep_signs
 
 __all__ = ["compile_graph", "opened", "start_workers"]
 
@@ -143,6 +144,7 @@ def _made(module: fx.GraphModule) -> Any:
 
     register_lowerings()
     last = compiler_pass(keep_roundings(module.graph) + signatures(module.graph))
+    keep_signs(module.graph)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     outputs: Any = module.graph.output_node().args[0]
     extra: Any = compile_fx.create_compiler_config_extra

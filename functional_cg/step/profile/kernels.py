@@ -20,10 +20,13 @@ Line = tuple[str, int] | str  # of a file; or the name of a call outside of the 
 
 _NODES = re.compile(r"\s*# .*Source Nodes: \[(.*?)\], Original ATen:")
 _CALLED = re.compile(r"(?:[\w, ]+ = )?([\w.]+)\(")
+_PARTIAL = re.compile(
+    r"\w+ = workspace_\d+\[.*\.sum\("
+)  # a kernel has left a sum for each of its blocks there
 _OUTER = re.compile(r"call|partition_\d+")
 _FUSED = ("triton_", "cpp_fused_", "multi_kernel_")
 _LAUNCHES = (*_FUSED, "extern_kernels.", "torch.ops.", "aten.")
-_RUN = ".run"
+_RUN, _SUM = ".run", "workspace.sum"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,27 +111,37 @@ def kernels(lines: Iterable[Line | None], seconds: Iterable[float]) -> list[Kern
         file, number = line
         if file not in comments:
             comments[file] = _nodes_above(_text(file))
-        called = _CALLED.match(_text(file)[number - 1].strip())
-        name = called[1].removesuffix(_RUN) if called is not None else "(no call)"
+        name = _name(_text(file)[number - 1].strip())
         nodes = comments[file].get(number, ())
         # What inductor calls of other libraries is its last node; those before it are views of arguments, and what
         # made them.
-        found.append(Kernel(name, nodes if name.startswith(_FUSED) else nodes[-1:], took))
+        found.append(Kernel(name, nodes if name.startswith((*_FUSED, _SUM)) else nodes[-1:], took))
     return found
 
 
+def _name(line: str) -> str:
+    if _PARTIAL.match(line):
+        return _SUM
+    called = _CALLED.match(line)
+    return called[1].removesuffix(_RUN) if called is not None else "(no call)"
+
+
 def _nodes_above(text: Sequence[str]) -> dict[int, tuple[str, ...]]:
-    """Return the nodes of the comment above each line, by the line's number; it is of the first launch below it."""
+    """Return the nodes of the comment above each line, by the line's number; it is of the first launch below it.
+
+    What sums up a kernel's partial results is of that kernel.
+    """
     found: dict[int, tuple[str, ...]] = {}
     nodes: tuple[str, ...] = ()
+    launched = nodes
     for number, line in enumerate(text, 1):
         comment = _NODES.match(line)
         if comment is not None:
             nodes = tuple(filter(None, comment[1].split(", ")))
-        found[number] = nodes
-        called = _CALLED.match(line.strip())
-        if called is not None and called[1].startswith(_LAUNCHES):
-            nodes = ()
+        name = _name(line.strip())
+        found[number] = launched if name == _SUM else nodes
+        if name.startswith(_LAUNCHES):
+            launched, nodes = nodes, ()
     return found
 
 
