@@ -1044,7 +1044,7 @@ HAZARDS = (
          "half::test_random_calls_in_half_precision_have_the_bits_of_eager",
          "half::test_only_what_rounds_is_marked"),
     _row(205, 1, "N195 N198",
-         "a mode of torch, such as the default dtype, is set for a part of a step: kernels run in the one around a replay",
+         "a mode of torch, such as the default dtype, is set for a part of a step: a replay is in the one around it",
          "refused: SideEffectError, if a call asks for it; RNNs from keys are taken apart in the modes around them",
          "modes::test_a_mode_for_a_part_of_a_step_is_refused", "modes::test_one_that_no_kernel_asks_for_is_accepted",
          "modes::test_an_rnn_from_a_key_has_the_bits_of_eager_in_half_precision"),
