@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -25,32 +24,41 @@ def precision_of(backend: str, of: str) -> str:
     return "ieee" if name == "none" else name  # "none" is "ieee" that was never set
 
 
-# Name -> (what reads it, the ops that ask for it; all of them if None).
-_MODES: Mapping[str, tuple[Callable[[], object], re.Pattern[str] | None]] = MappingProxyType(
-    {
-        "torch.get_default_dtype()": (torch.get_default_dtype, None),
-        "torch.are_deterministic_algorithms_enabled()": (torch._C._get_deterministic_algorithms, None),
-        "torch.backends.cuda.matmul.fp32_precision": (partial(precision_of, "cuda", "matmul"), _PRODUCTS),
-        "torch.backends.mkldnn.matmul.fp32_precision": (partial(precision_of, "mkldnn", "matmul"), _PRODUCTS),
-        "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction": (
-            torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
-            _PRODUCTS,
-        ),
-        "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction": (
-            torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
-            _PRODUCTS,
-        ),
-        "torch.backends.cuda.matmul.allow_fp16_accumulation": (
-            torch._C._get_cublas_allow_fp16_accumulation,
-            _PRODUCTS,
-        ),
-        "torch.backends.mkldnn.enabled": (torch._C._get_mkldnn_enabled, _PRODUCTS),
-        "torch.backends.cudnn.conv.fp32_precision": (partial(precision_of, "cuda", "conv"), _CONVOLUTIONS),
-        "torch.backends.mkldnn.conv.fp32_precision": (partial(precision_of, "mkldnn", "conv"), _CONVOLUTIONS),
-        "torch.backends.cudnn.enabled": (torch._C._get_cudnn_enabled, _CONVOLUTIONS),
-        "torch.backends.cudnn.benchmark": (torch._C._get_cudnn_benchmark, _CONVOLUTIONS),
-        "torch.backends.cudnn.deterministic": (torch._C._get_cudnn_deterministic, _CONVOLUTIONS),
-    }
+# Name -> (what reads it, of what, the ops that ask for it; all of them if None).
+_MODES: Mapping[str, tuple[Callable[..., object], tuple[str, ...], re.Pattern[str] | None]] = (
+    MappingProxyType(
+        {
+            "torch.get_default_dtype()": (torch.get_default_dtype, (), None),
+            "torch.are_deterministic_algorithms_enabled()": (
+                torch._C._get_deterministic_algorithms,
+                (),
+                None,
+            ),
+            "torch.backends.cuda.matmul.fp32_precision": (precision_of, ("cuda", "matmul"), _PRODUCTS),
+            "torch.backends.mkldnn.matmul.fp32_precision": (precision_of, ("mkldnn", "matmul"), _PRODUCTS),
+            "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction": (
+                torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+                (),
+                _PRODUCTS,
+            ),
+            "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction": (
+                torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+                (),
+                _PRODUCTS,
+            ),
+            "torch.backends.cuda.matmul.allow_fp16_accumulation": (
+                torch._C._get_cublas_allow_fp16_accumulation,
+                (),
+                _PRODUCTS,
+            ),
+            "torch.backends.mkldnn.enabled": (torch._C._get_mkldnn_enabled, (), _PRODUCTS),
+            "torch.backends.cudnn.conv.fp32_precision": (precision_of, ("cuda", "conv"), _CONVOLUTIONS),
+            "torch.backends.mkldnn.conv.fp32_precision": (precision_of, ("mkldnn", "conv"), _CONVOLUTIONS),
+            "torch.backends.cudnn.enabled": (torch._C._get_cudnn_enabled, (), _CONVOLUTIONS),
+            "torch.backends.cudnn.benchmark": (torch._C._get_cudnn_benchmark, (), _CONVOLUTIONS),
+            "torch.backends.cudnn.deterministic": (torch._C._get_cudnn_deterministic, (), _CONVOLUTIONS),
+        }
+    )
 )
 _DEFAULT_DTYPE, *_ = _MODES
 
@@ -76,7 +84,7 @@ class KernelModes:
             return None
         with SWITCH:  # another thread may have been in the middle of an op
             now = _now()
-        for (name, (_, asks)), before, after in zip(_MODES.items(), self._then, now, strict=True):
+        for (name, (*_, asks)), before, after in zip(_MODES.items(), self._then, now, strict=True):
             if before != after and (asks is None or asks.search(func._schema.name)):
                 if name != _DEFAULT_DTYPE or _takes_the_default(kwargs, tensors()):
                     return name, before, after
@@ -84,7 +92,7 @@ class KernelModes:
 
 
 def _now() -> tuple[object, ...]:
-    return tuple([read() for read, _ in _MODES.values()])
+    return tuple([read(*of) for read, of, _ in _MODES.values()])
 
 
 def _takes_the_default(kwargs: Mapping[str, Any], tensors: Iterable[Tensor]) -> bool:
