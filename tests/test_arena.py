@@ -208,13 +208,41 @@ def test_tensors_without_memory_of_their_own_are_refused() -> None:
         fcg.place([quantized])
 
 
-def test_ordinary_subclasses_are_placed_as_tensors() -> None:
-    class Named(Tensor):
-        pass
+class Doubling(Tensor):
+    """Sums to twice what an ordinary tensor sums to."""
 
-    state: Any = fcg.place({"x": torch.ones(2).as_subclass(Named), "p": torch.nn.Parameter(torch.ones(1))})
-    assert type(plain(state)["x"]) is Tensor
-    assert state["x"].tolist() == [1.0, 1.0]
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return out * 2 if func is Tensor.sum else out
+
+
+class Image(Tensor):
+    """An ordinary tensor, but for its class."""
+
+
+class Counted(torch.nn.Parameter):
+    """A parameter, but for its class."""
+
+
+def test_parameters_are_placed_as_tensors() -> None:
+    state: Any = fcg.place({"p": torch.nn.Parameter(torch.ones(1)), "c": Counted(torch.ones(2))})
+    assert [type(one) for one in plain(state).values()] == [Tensor, Tensor]
+    assert state["c"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", [Doubling, Image])
+def test_other_subclasses_are_refused_and_the_advice_works(kind: type[Tensor]) -> None:
+    """A step would see a plain tensor, and what the class decides would be lost without a word."""
+    tree = {"x": torch.ones(2).as_subclass(kind)}
+    with pytest.raises(
+        LayoutError, match=rf"state\['x'\]  expected a dense tensor   got the subclass {kind.__name__}\n"
+    ) as error:
+        fcg.place(tree)
+    assert "To fix: pass it as a plain tensor, `state['x'].as_subclass(torch.Tensor)`." in str(error.value)
+    tree["x"] = tree["x"].as_subclass(Tensor)
+    placed: Any = fcg.place(tree)
+    assert placed["x"].sum() == 2
 
 
 def test_one_tensor_under_two_names_is_refused() -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import functional_cg as fcg
+from functional_cg.errors import LayoutError
 from functional_cg.tensors import fingerprint
 from functional_cg.tensors.fingerprint import as_now
 
@@ -97,3 +99,17 @@ def test_an_answer_takes_no_comparison_in_python_per_layout(monkeypatch: pytest.
     unchanged = as_now(tables)
     monkeypatch.setattr(fingerprint, "seen", pytest.fail)
     assert unchanged()
+
+
+def test_a_constant_of_a_subclass_is_refused_and_the_advice_works() -> None:
+    class Marked(Tensor):
+        pass
+
+    table = torch.arange(3.0).as_subclass(Marked)
+    with pytest.raises(
+        LayoutError, match=r"got the subclass Marked(.|\n)*`constants\[0\]\.as_subclass\(torch.Tensor\)`"
+    ):
+        fcg.graph_fn(lambda x: x + table, constants=(table,))(torch.ones(3))
+    plain = table.as_subclass(Tensor)
+    step = fcg.graph_fn(lambda x: x + plain, constants=(plain,))
+    assert step(torch.ones(3)).tolist() == [1.0, 2.0, 3.0]

@@ -408,6 +408,11 @@ def test_inputs_that_cannot_be_copied_in_are_refused(make: Any) -> None:
 
 # --- what cannot be copied in ------------------------------------------------------------------------------
 
+
+class Marked(torch.Tensor):
+    """A tensor whose class says what it is."""
+
+
 UNFIT: dict[str, tuple[Any, str, str]] = {
     "strings": (np.array(["a", "b"]), "ndarray of <U1", "numpy.unique(batch['x'], return_inverse=True)[1]"),
     "objects": (np.array([None]), "ndarray of object", "numpy.unique"),
@@ -420,6 +425,16 @@ UNFIT: dict[str, tuple[Any, str, str]] = {
     "masked": (np.ma.array([1.0], mask=[True]), "MaskedArray of float64", "batch['x'].filled(0)"),
     "sparse": (torch.eye(2).to_sparse(), "layout torch.sparse_coo", "batch['x'].to_dense()"),
     "meta": (torch.ones(2, device="meta"), "f32[2]@meta", "plain tensors"),
+    "subclass": (
+        torch.ones(2).as_subclass(Marked),
+        "the subclass Marked",
+        "batch['x'].as_subclass(torch.Tensor)",
+    ),
+    "matrix": (
+        np.ones((2, 2)).view(np.matrix),
+        "matrix of float64",
+        "numpy.asarray(batch['x'], dtype=\"float64\")",
+    ),
     "recorded": (
         torch.ones(2, requires_grad=True) * 2,
         "f32[2]@cpu that requires grad",
@@ -775,6 +790,15 @@ def test_anomaly_detection_is_refused_while_tracing_and_works_in_an_eager_run() 
             step(state, torch.ones(2))
         state, out = step.eager(state, torch.ones(2))
     assert out.tolist() == step(state, torch.ones(2))[1].tolist() == [1.0, 1.0]
+
+
+def test_anomaly_detection_for_a_part_of_a_step_is_named() -> None:
+    def f(s: Any, x: Tensor) -> Any:
+        with warnings.catch_warnings(action="ignore"), torch.autograd.detect_anomaly():
+            return s, fcg.grad(total)(s["w"], x)
+
+    with pytest.raises(fcg.CaptureError, match=r"detect_anomaly\(\)`(.|\n)*eager"):
+        fcg.graph_step(f)({"w": torch.ones(2)}, torch.ones(2))
 
 
 def test_results_under_inference_mode_are_ordinary_tensors() -> None:

@@ -19,7 +19,7 @@ from .. import tree as pytree
 from ..errors import LayoutError
 from ..pytree.nodes import as_node
 from ..shards.tensor import Sharded
-from ..state.arena import BufferSpec, unplaceable
+from ..state.arena import BufferSpec, as_plain, unplaceable
 from ..state.leaf import Leaf, as_tensor
 from ..tree import KeyPath, Treedef, path_string
 
@@ -208,6 +208,8 @@ def _fix(name: str, value: Any, home: torch.device) -> str:
         return f"make it dense, `{name}.to_dense()`."
     if not value.is_cpu and not value.is_meta and value.device != home:
         return f'move it, `{name}.to("{home}")`.'
+    if plain := as_plain(value, name):
+        return f"{plain}."
     return f"pass plain tensors that hold the values of `{name}`."
 
 

@@ -44,7 +44,7 @@ def may_swallow(frame: FrameType) -> bool:
         return True
     if not code.co_exceptiontable:  # neither `try` nor `with`
         return False
-    site = Site.of(frame, frame.f_lasti, by_mask=False)
+    site = Site.of(frame, frame.f_lasti)
     if site is None:
         return True
     child, node = site.node, site.up(site.node)

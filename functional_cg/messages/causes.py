@@ -53,10 +53,11 @@ def fix_of(error: BaseException) -> str:
     if ours is not None:  # the exception comes from this package, and says it
         return ours[1].rstrip(".")
     entries = [one for one in raised_in(error) if not is_installed(one.tb_frame.f_code.co_filename)]
-    site = Site.of(entries[-1].tb_frame, entries[-1].tb_lasti, by_mask=False) if entries else None
+    site = Site.of(entries[-1].tb_frame, entries[-1].tb_lasti) if entries else None
     if site is not None:
         for cause in (
             _without_gradient,
+            _class_of_a_tensor,
             _missing_key,
             _uncalled,
             _three_of_aux,
@@ -88,6 +89,16 @@ def wording(text: str) -> str:
 
 def _line(entries: list[TracebackType]) -> tuple[CodeType, int] | None:
     return (entries[-1].tb_frame.f_code, entries[-1].tb_lineno) if entries else None
+
+
+def _class_of_a_tensor(site: Site, error: BaseException) -> str:
+    """A table has no key for the class of traced tensors, or a subclass of tensors is made of one."""
+    key = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if isinstance(key, type) and issubclass(key, torch.Tensor):
+        return "choose by `isinstance(x, torch.Tensor)`: the tensors of a trace are of a class of their own"
+    if "Creating a new Tensor subclass" in words_of(error):
+        return "a step computes on plain tensors: write what the class does as functions of them"
+    return ""
 
 
 def _missing_key(site: Site, error: BaseException) -> str:

@@ -34,24 +34,24 @@ from .advice import (
     TABLE,
     WITHOUT_IF,
 )
-from .expressions import as_tensor, fold, is_mask, operand, stored_by_mask, text_of
+from .expressions import Axes, as_tensor, fold, is_mask, operand, stored_by_mask, text_of
 
 __all__ = ["Site", "operand", "sync_spelling", "text_of"]
 
 _F_STRING_PARTS = (ast.JoinedStr, ast.FormattedValue, ast.Constant)
 
 
-def sync_spelling(frame: FrameType, lasti: int | None = None, *, by_mask: bool = False) -> tuple[str, str]:
+def sync_spelling(frame: FrameType, lasti: int | None = None, axes: Axes = None) -> tuple[str, str]:
     """Return how the line that runs in `frame` asks for a tensor's value, and a fix in the user's names.
 
     Args:
       frame: The user's frame.
       lasti: The instruction (``traceback.tb_lasti``), if the frame has moved on since.
-      by_mask: Whether a subscript's index is known to be a mask.
+      axes: How many axes a subscripted tensor has, and the mask that is its index; None if it is no mask.
     Returns:
       (what, fix): ``("`if x > 0:`", "`torch.where(x > 0, a, b)`; or ...")``; a general answer for an unknown construct.
     """
-    site = Site.of(frame, frame.f_lasti if lasti is None else lasti, by_mask=by_mask)
+    site = Site.of(frame, frame.f_lasti if lasti is None else lasti, axes)
     if site is None:
         return "a tensor's value", GENERIC
     for classify in (_truth, _formatting, _call, _subscript, _containment, _arithmetic):
@@ -69,10 +69,10 @@ class Site:
     op: str
     frame: FrameType
     parents: dict[ast.AST, ast.AST] = field(repr=False)
-    by_mask: bool = False
+    axes: Axes = None
 
     @classmethod
-    def of(cls, frame: FrameType, lasti: int, *, by_mask: bool) -> Site | None:
+    def of(cls, frame: FrameType, lasti: int, axes: Axes = None) -> Site | None:
         code = frame.f_code
         span = next(itertools.islice(code.co_positions(), lasti // 2, None), (None,) * 4)
         if lasti < 0 or None in span:
@@ -88,7 +88,7 @@ class Site:
             return None
         # The walk goes from outer to inner nodes, so the last one of equal size is the innermost.
         node = min(reversed(around), key=_extent)
-        return cls(node, dis.opname[code.co_code[lasti]], frame, parents, by_mask)
+        return cls(node, dis.opname[code.co_code[lasti]], frame, parents, axes)
 
     def up(self, node: ast.AST) -> Any:
         return self.parents.get(node)
@@ -350,24 +350,26 @@ def _fix_mask(site: Site, base: str, indices: Sequence[Any], dim: int) -> str:
     if stored := stored_by_mask(site.statement(), site.node.slice, _axes(site, indices[dim])):
         base = operand(stored[0])
         return f"`{base} = torch.where({mask}, {text_of(stored[1])}, {base})`"
-    spread = mask != text_of(indices[dim])
-    count = f"{mask}.expand_as({base}).sum()" if spread else f"{operand(indices[dim])}.sum()"
-    parent = site.up(site.node)
-    if isinstance(parent, ast.Attribute) and parent.attr == "mean":
-        return f"`torch.where({mask}, {base}, 0).sum() / {count}`"
-    return f"`torch.where({mask}, {base}, 0)` keeps the shape; divide by `{count}` for a mean"
+    rows = not dim and _axes(site, indices[dim]) == 1
+    whole = mask == text_of(indices[dim]) and len({*(site.axes or ())}) < 2
+    kept = operand(indices[dim]) if whole else f"{mask}.expand_as({base})"
+    match site.up(site.node), site.up(site.up(site.node)):
+        case ast.Attribute(attr="mean"), ast.Call(args=args, keywords=named) if rows or not (args or named):
+            along = ", ".join(map(ast.unparse, [*args, *named]))
+            return f"`torch.where({mask}, {base}, 0).sum({along}) / {kept}.sum({along})`"
+    return f"`torch.where({mask}, {base}, 0)` keeps the shape; divide by `{kept}.sum()` for a mean"
 
 
 def _axes(site: Site, mask: ast.AST) -> int:
-    value = site.value(mask)
-    return value.ndim if isinstance(value, torch.Tensor) else 1
+    return site.axes[1] if site.axes else getattr(site.value(mask), "ndim", 1)
 
 
 def _spread(site: Site, base: ast.AST, mask: ast.AST, dim: int = 0) -> str:
     """Return a mask with the axes of what it selects from, as far as that is known."""
     table = site.value(base)
     known = isinstance(table, torch.Tensor) and isinstance(site.value(mask), torch.Tensor)
-    missing = table.ndim - dim - _axes(site, mask) if known else 0
+    axes = site.axes[0] if site.axes else table.ndim if known else dim + _axes(site, mask)
+    missing = axes - dim - _axes(site, mask)
     return f"{operand(mask)}[...{', None' * missing}]" if missing > 0 else text_of(mask)
 
 
@@ -392,7 +394,7 @@ def _fix_scalar(site: Site, base: str, indices: Sequence[Any], dim: int) -> str:
 _INDEX_FIXES: tuple[
     tuple[Callable[[Site, ast.AST], bool], Callable[[Site, str, Sequence[Any], int], str]], ...
 ] = (
-    (lambda site, index: is_mask(index, site.value, guessed=site.by_mask), _fix_mask),
+    (lambda site, index: is_mask(index, site.value, guessed=site.axes is not None), _fix_mask),
     (_is_window, _fix_window),
     (_is_scalar, _fix_scalar),
 )

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["as_tensor", "fold", "is_mask", "operand", "stored_by_mask", "text_of"]
+__all__ = ["Axes", "as_tensor", "fold", "is_mask", "operand", "stored_by_mask", "text_of"]
 
+Axes = tuple[int, int] | None  # of a tensor that is subscripted, and of the mask that is its index
 _TEXT_SHOWN = 72
 
 

@@ -37,14 +37,14 @@ def guard_of(frame: FrameType) -> Guard | None:
     In ``a and b``, ``or`` and ``not``, it is the operand whose truth is asked for. None also where the answer that
     passes depends on other operands.
     """
-    site = Site.of(frame, frame.f_lasti, by_mask=False)
+    site = Site.of(frame, frame.f_lasti)
     if site is None or not (site.op in _TESTS or "JUMP" in site.op or _tests_by_comparing(site.op)):
         return None
     if "JUMP" in site.op and sys.version_info < (
         3,
         12,
     ):  # it has the span of the statement or of an earlier operand
-        site = Site.of(frame, _before(frame), by_mask=False)
+        site = Site.of(frame, _before(frame))
         if site is None:
             return None
     tests: list[Any] = [site.node]
@@ -67,7 +67,7 @@ def guard_of(frame: FrameType) -> Guard | None:
 
 def compares_in_guard(frame: FrameType) -> bool:
     """Whether a frame calls for a number that it only compares, or tests, to decide whether to raise."""
-    site = Site.of(frame, frame.f_lasti, by_mask=False)
+    site = Site.of(frame, frame.f_lasti)
     if site is None or not isinstance(site.node, ast.Call):
         return False
     test, parent = site.node, site.up(site.node)

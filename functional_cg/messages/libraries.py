@@ -11,6 +11,7 @@ import torch
 
 from .advice import SHOWS
 from .code_reading import Site, sync_spelling, text_of
+from .expressions import Axes
 from .source import is_installed, own_frame
 
 __all__ = ["copy_fix", "in_place_fix", "keyed_fix", "sync_fix"]
@@ -25,17 +26,17 @@ _EXPERTS = '`model.set_experts_implementation("batched_mm")` computes experts wi
 
 
 def sync_fix(
-    frame: FrameType, own: FrameType | None = None, *, by_mask: bool = False, drawn: bool = False
+    frame: FrameType, own: FrameType | None = None, *, axes: Axes = None, drawn: bool = False
 ) -> tuple[str, str]:
     """Return how a line asks for a tensor's value, and what to do about it where the user can.
 
     Args:
       frame: The frame of the line.
       own: The frame of the user's own code that led to it; by default, the innermost outside of it.
-      by_mask: Whether a subscript's index is known to be a mask.
+      axes: How many axes a subscripted tensor has, and the mask that is its index; None if it is no mask.
       drawn: Whether the value is drawn at random.
     """
-    what, fix = sync_spelling(frame, by_mask=by_mask)
+    what, fix = sync_spelling(frame, axes=axes)
     if _call(frame, own) is None:
         return what, fix
     owner = frame.f_locals.get("self")
@@ -76,7 +77,7 @@ def _override(frame: FrameType, fix: str) -> str:
 
 def _configured(frame: FrameType) -> str:
     """Return how to get past a line that a setting of the module's configuration leads to; "" if none does."""
-    site = Site.of(frame, frame.f_lasti, by_mask=False)
+    site = Site.of(frame, frame.f_lasti)
     if site is None:
         return ""
     node = site.node
@@ -148,6 +149,6 @@ def _call(frame: FrameType, own: FrameType | None) -> ast.Call | None:
     if not is_installed(frame.f_code.co_filename):
         return None
     own = own or own_frame(frame)
-    site = None if own is None else Site.of(own, own.f_lasti, by_mask=False)
+    site = None if own is None else Site.of(own, own.f_lasti)
     nodes: Sequence[ast.AST] = [] if site is None else [site.node, *ast.walk(site.node)]
     return next((node for node in nodes if isinstance(node, ast.Call)), None)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ambient.modes import SWITCH
 from .attention import attention_for
@@ -60,12 +61,7 @@ class OpenKernels(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if func in _RNNS:
-            with (
-                SWITCH,
-                _without(torch.backends.mkldnn),
-                _without(torch.backends.cudnn),
-            ):
-                return func(*args, **kwargs)
+            return _composed(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _attention(
@@ -111,15 +107,39 @@ def _to_truncate(tensor: Tensor) -> tuple[float, float, float, float] | None:
     return given["mean"], given["std"], given["a"], given["b"]
 
 
+def _composed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call an RNN of torch as ATen calls, each of which runs in the modes around it, as it does in a replay."""
+    backends = (torch.backends.mkldnn, torch.backends.cudnn)
+    around = [(backend, backend.enabled) for backend in backends]
+    with SWITCH, _set([(backend, False) for backend in backends]), _InModes(around):
+        return func(*args, **kwargs)
+
+
+class _InModes(TorchDispatchMode):
+    """Runs each op with backends enabled or not, whatever torch found when it chose the op."""
+
+    def __init__(self, enabled: Sequence[tuple[Any, bool]]) -> None:
+        super().__init__()
+        self._enabled = enabled
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with _set(self._enabled):
+            return func(*args, **(kwargs or {}))
+
+
 @contextmanager
-def _without(backend: Any) -> Iterator[None]:
+def _set(enabled: Sequence[tuple[Any, bool]]) -> Iterator[None]:
     # `backend.flags(enabled=False)` would also change the precision of matrix products.
-    enabled = backend.enabled
-    backend.enabled = False
+    before = [(backend, backend.enabled) for backend, _ in enabled]
     try:
+        for backend, value in enabled:
+            backend.enabled = value
         yield
     finally:
-        backend.enabled = enabled
+        for backend, value in before:
+            backend.enabled = value
 
 
 def in_rows(mask: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ __all__ = [
     "Plan",
     "SlabSpec",
     "Slot",
+    "as_plain",
     "dtype_name",
     "offsets",
     "plan",
@@ -312,10 +313,10 @@ def refuse_unplaceable(
       LayoutError: For offending leaves; it lists the first five.
     """
     home = next((device for device in devices if device is not None), None)
-    rows, container = [], ""
+    rows, better = [], ""
     for path, leaf, device in zip(paths, leaves, devices, strict=True):
         problem = unplaceable(leaf)
-        container = container or as_node(leaf, path_string(path, root))
+        better = better or as_node(leaf, path_string(path, root)) or as_plain(leaf, path_string(path, root))
         if problem:
             rows.append(f"{path_string(path, root)}  expected a dense tensor   got {problem}")
         elif device is not None and device != home:
@@ -326,11 +327,29 @@ def refuse_unplaceable(
             f"`{root}` has leaves that cannot be placed.",
             rows=rows,
             why="A state is a pytree of dense tensors on one device.",
-            fix=f"{container}."
-            if container
+            fix=f"{better}."
+            if better
             else f'make them tensors and move them, `fcg.place({root}, device="{home or "cpu"}")`; '
             "keep names and settings as static fields.",
         )
+
+
+def _is_ordinary(kind: type[Tensor]) -> bool:
+    """Whether tensors of a class are no more than their values: in a step, they are plain tensors."""
+    as_parameters = torch.nn.Parameter.__torch_function__
+    return kind is Tensor or (
+        issubclass(kind, torch.nn.Parameter)
+        and kind.__torch_function__ == as_parameters
+        and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+    )
+
+
+def as_plain(leaf: Any, name: str) -> str:
+    """Say how to make a plain tensor of one of a subclass with memory of its own; "" for any other."""
+    like_tensors = isinstance(leaf, Tensor) and type(leaf).__torch_dispatch__ is Tensor.__torch_dispatch__
+    if not like_tensors or _is_ordinary(type(leaf)):
+        return ""
+    return f"pass it as a plain tensor, `{name}.as_subclass(torch.Tensor)`"
 
 
 def unplaceable(leaf: Any) -> str:
@@ -341,7 +360,7 @@ def unplaceable(leaf: Any) -> str:
         return f"layout {leaf.layout}"
     if placed(leaf) is not None:
         return str(BufferSpec.of(leaf))
-    if type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    if not _is_ordinary(type(leaf)):
         return f"the subclass {type(leaf).__name__}"
     if leaf.is_quantized or leaf.is_nested:
         return "a quantized or nested tensor"

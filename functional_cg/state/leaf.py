@@ -362,8 +362,8 @@ def as_tensor(value: Any) -> Any:
     """Convert Python numbers and numpy arrays to host tensors, as step inputs are: bool, i64 and f32 scalars.
 
     Floats become f64 if that is torch's default dtype. An array's memory is shared if torch can share it.
-    What torch cannot hold (strings, objects, integers of more than 64 bits, floats beyond f32, masked arrays)
-    is returned as it is, to be reported with its key path.
+    What torch cannot hold (strings, objects, integers of more than 64 bits, floats beyond f32, masked arrays, arrays
+    whose ``*`` is a matrix product) is returned as it is, to be reported with its key path.
     """
     try:
         for kind, dtype in ((bool, torch.bool), (int, torch.int64)):
@@ -371,11 +371,16 @@ def as_tensor(value: Any) -> Any:
                 return torch.tensor(value, dtype=dtype, device="cpu")
         if isinstance(value, float):
             return _from_float(value)
-        if type(value).__module__ == "numpy" and hasattr(value, "__array__"):
+        if type(value).__module__ == "numpy" and hasattr(value, "__array__") and not _multiplies_rows(value):
             return _from_numpy(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         pass
     return value
+
+
+def _multiplies_rows(value: Any) -> bool:
+    """Whether a value is a ``numpy.matrix``, which computes otherwise than a tensor of its numbers."""
+    return type(value).__name__ == "matrix"
 
 
 def _from_float(value: float) -> Any:

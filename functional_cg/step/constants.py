@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import tree as pytree
 from ..errors import BakedValueError, ForeignTensorError, LayoutError
-from ..state.arena import BufferSpec
+from ..state.arena import BufferSpec, as_plain
 from ..state.leaf import Leaf
 from ..tensors.fingerprint import as_now, seen
 
@@ -56,6 +56,14 @@ class Constants:
                     "declares a constant that is not dense.",
                     rows=[f"{name}  {leaf.layout} of {leaf.dim()} dimensions"],
                     fix="declare `x.to_dense()`, or, of a nested one, `torch.nested.to_padded_tensor(x, 0.0)`.",
+                )
+            if better := as_plain(leaf, name):
+                raise LayoutError.of(
+                    function,
+                    "declares a constant of a class of its own.",
+                    rows=[f"{name}  expected a plain tensor   got the subclass {type(leaf).__name__}"],
+                    why="The step would see a plain one.",
+                    fix=f"{better}, and read that in the step.",
                 )
             if not leaf.untyped_storage().resizable():
                 raise ForeignTensorError.of(

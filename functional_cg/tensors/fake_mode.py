@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .aten import named_arguments
 from .kernel_strides import KernelStrides
 
 __all__ = ["FakeMode", "aside_on_fakes", "compiler_mode", "without_log"]
@@ -55,7 +57,8 @@ class FakeMode(fake_tensor.FakeTensorMode):
         if func is _ZERO_TANGENT:
             func = torch.ops.aten.zeros.default
         out = super().dispatch(func, types, args, kwargs)
-        return self._strides.correct(func, args, kwargs, out, self._empty)
+        out = self._strides.correct(func, args, kwargs, out, self._empty)
+        return _without_masked(func, args, kwargs, out) if _has_mask(func) else out
 
     def forget(self) -> None:
         """Drop torch's own weak references to the tensors of this mode, which may then be swapped."""
@@ -64,6 +67,20 @@ class FakeMode(fake_tensor.FakeTensorMode):
     def _empty(self, shape: Sequence[int], stride: Sequence[int], like: Tensor) -> Tensor:
         with self:
             return torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
+
+
+@cache
+def _has_mask(func: Any) -> bool:
+    """Whether a call says which of its results it is asked for."""
+    schema = func._schema
+    written = any(one.alias_info is not None for one in schema.returns)
+    return not written and any(one.name == "output_mask" for one in schema.arguments)
+
+
+def _without_masked(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Any:
+    """Leave out what a call is not asked for, as kernels do; for a batch norm, torch's fake tensors do not."""
+    mask = named_arguments(func, args, kwargs)["output_mask"]
+    return tuple(one if wanted else None for one, wanted in zip(out, mask, strict=True))
 
 
 @contextmanager

@@ -923,8 +923,8 @@ MUTANTS = (
         "the strides of a fake result are taken as they are",
         (
             (
-                "        return self._strides.correct(func, args, kwargs, out, self._empty)\n",
-                "        return out\n",
+                "        out = self._strides.correct(func, args, kwargs, out, self._empty)\n",
+                "",
             ),
         ),
         (

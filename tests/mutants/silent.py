@@ -9,7 +9,10 @@ __all__ = ["SILENT"]
 TESTS = "tests/test_second_attack.py::"
 CORE = "tests/test_core_graph.py::"
 BEFORE = "tests/test_compiled_before.py::"
+MODES = "tests/test_kernel_modes.py::"
 HALF = "tests/test_half_precision.py::"
+SIGNS = "tests/test_signs.py::"
+PRODUCTS = "tests/test_cumulative.py::"
 NO_GPU = "decided on the host, the same on every device"
 
 SILENT = (
@@ -248,6 +251,53 @@ SILENT = (
         "a compiled function is found for an op of another library that has changed",
         (('    more["signatures"] = signatures(module.graph)\n', ""),),
         (f"{BEFORE}test_an_op_of_another_library_that_changed_has_another_key",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N195",
+        "a mode of torch that is set for a part of a step holds while it is traced, and not in a replay",
+        (("        if mode := self._modes.changed(", "        if False and self._modes.changed("),),
+        (f"{MODES}test_a_mode_for_a_part_of_a_step_is_refused[ones]",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N196",
+        "the name, the text or a set of the class of a traced tensor is baked in",
+        (("            self.asks_for_type(value)\n", ""),),
+        ("tests/test_types_of_tensors.py::test_the_type_of_a_traced_tensor_is_not_asked_for[as text]",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N197",
+        "a subclass of tensors is placed and copied in as a plain tensor",
+        (("    return kind is Tensor or (\n", "    return True or (\n"),),
+        ("tests/test_arena.py::test_other_subclasses_are_refused_and_the_advice_works[Doubling]",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N198",
+        "the calls of an RNN from a key are recorded as they run without the backends that a replay has",
+        (("for backend in backends]), _InModes(around):", "for backend in backends]):"),),
+        (f"{MODES}test_an_rnn_from_a_key_has_the_bits_of_eager_in_half_precision[LSTM]",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N199",
+        "a compiled step computes `-x` as Triton does, without the sign of zero",
+        (
+            (
+                "            node.target, node.args = _aten.mul.Tensor, (node.args[0], -1)\n",
+                "            pass\n",
+            ),
+        ),
+        (f"{SIGNS}test_negatives_of_floating_point_numbers_are_products",),
+        gpu=(f"{SIGNS}test_zeros_have_the_sign_of_eager[cuda-negated]",),
+    ),
+    Mutant(
+        "N200",
+        "the gradient of cumprod at a zero leaves out that it is zero",
+        (("values.masked_fill(zero | ~between, 1)", "values.masked_fill(~between, 1)"),),
+        (f"{PRODUCTS}test_the_gradient_is_that_of_torch",),
         no_gpu=NO_GPU,
     ),
 )

@@ -13,7 +13,7 @@ import torch
 
 import functional_cg as fcg
 from functional_cg import CaptureError, HostSyncError, ImplicitRandomnessError
-from tests.refusals.judge import Spelling, assert_refused, assert_spelling, metric
+from tests.refusals.judge import Spelling, accepted, assert_refused, assert_spelling, metric
 
 # -- numbers and text -------------------------------------------------------------------------------------------
 
@@ -445,8 +445,13 @@ def conditional(s, b):
 
 
 def test_operators_that_take_functions():
-    match = r"calls an operator that takes functions, such as `torch.cond`(.|\n)*To fix: compute both sides and select"
+    match = r"calls an operator that takes functions, such as `torch.cond`(.|\n)*To fix: use `fcg.cond`"
     assert_refused(metric(conditional), CaptureError, match, where=conditional)
+
+    def advised(s, b):
+        return fcg.cond(b["s"] > 0, lambda x: x + 1, lambda x: x - 1, s["w"])
+
+    accepted(metric(advised))
 
 
 def test_what_a_newcomer_writes_gets_a_fix_of_its_own():

@@ -1,6 +1,7 @@
 """Indices, masks and shapes that depend on values are refused; what only looks like them is accepted."""
 
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -151,7 +152,7 @@ INDICES = [
         "`torch.where(b['x'] > 2, b['x'], 0).sum() / (b['x'] > 2).sum()`",
         lambda s, b: torch.where(b["x"] > 2, b["x"], 0).sum() / (b["x"] > 2).sum(),
     ),
-    Spelling(mask_read_bytes, "`torch.where(b['m'].to(torch.uint8), b['x'], 0)` keeps the shape"),
+    Spelling(mask_read_bytes, "`torch.where(b['m'].to(torch.uint8)[..., None], b['x'], 0)` keeps the shape"),
     Spelling(
         mask_write,
         "`x = torch.where(b['m'][..., None], b['x'][0], x)`",
@@ -313,3 +314,26 @@ def test_a_table_of_numpy_is_looked_up_outside_or_becomes_a_constant():
     expected, table = table[3], torch.tensor(table)
     step = fcg.graph_step(lambda state, epoch: (state, table[epoch]), constants=table)
     assert float(step(state, 3)[1]) == expected
+
+
+MEANS = {
+    "rows": lambda x, w, m: x[m].mean(),
+    "rows of a product": lambda x, w, m: (x @ w)[m].mean(),
+    "along the rows": lambda x, w, m: x[m].mean(0),
+    "along the rows of a product": lambda x, w, m: (x @ w)[m].mean(dim=0, keepdim=True),
+    "rows by their sums": lambda x, w, m: x[x.sum(1) > 0].mean(),
+    "columns": lambda x, w, m: (x @ w)[:, m].mean(),
+    "elements": lambda x, w, m: x[x > 0].mean(),
+    "elements of a product": lambda x, w, m: (x @ w)[x > 0].mean(),
+}
+
+
+@pytest.mark.parametrize("mean", MEANS.values(), ids=MEANS)
+def test_the_advice_for_a_mean_of_what_a_mask_selects_is_that_mean(mean):
+    """As text, run: the tensors are square, so that a mask along the wrong axis would fit, too."""
+    torch.manual_seed(0)
+    given = {"x": torch.randn(3, 3), "w": torch.randn(3, 3), "m": torch.tensor([True, False, True])}
+    with pytest.raises(fcg.HostSyncError) as error:
+        fcg.graph_fn(mean)(**given)
+    (advice,) = re.findall(r"To fix: `(.*?)`", str(error.value))
+    torch.testing.assert_close(eval(advice, {"torch": torch, **given}), mean(**given))

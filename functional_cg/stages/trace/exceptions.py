@@ -40,7 +40,8 @@ def mapped(recipe: Recipe, error: Exception) -> FunctionalCGError:
             name,
             f"calls an operator that takes functions, such as `torch.cond`{where}.",
             why="A graph replays one sequence of kernels; what such an operator runs is not part of it.",
-            fix="compute both sides and select, `torch.where(cond, a, b)`; write a loop of fixed length in Python.",
+            fix="use `fcg.cond` and `fcg.scan`, which a step records; or compute both sides and select, "
+            "`torch.where(cond, a, b)`, and write a loop of fixed length in Python.",
         )
     return CaptureError.of(
         name,

@@ -264,7 +264,7 @@ class HostState:
         if reads.asked_types:
             raise CaptureError.of(
                 self._function,
-                "compares the type of a tensor with `torch.Tensor`.",
+                "asks for the type of a tensor.",
                 rows=[str(site) for site in dict.fromkeys(reads.asked_types)],
                 why="The tensors of a trace are of another class: the answer would be baked in, and wrong.",
                 fix="`isinstance(x, torch.Tensor)`.",

@@ -232,7 +232,7 @@ class Recorder(TorchDispatchMode):
             read = [var for one in tensors if (var := self.var_of(one))]
             behind = inputs_behind(self.program, self._input_names, read)
             inputs, drawn = behind if "shape" in reason else [], is_drawn(self.program, read)
-            raise self.rules.host_read(reason, func, owner, inputs=inputs, drawn=drawn)
+            raise self.rules.host_read(reason, func, owner, tensors=tensors, inputs=inputs, drawn=drawn)
         written = self.rules.check(func, args, kwargs)
         for tensor in tensors:
             self._refuse_unknown(func, tensor, written)

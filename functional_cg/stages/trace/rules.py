@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ...ambient.kernel_modes import KernelModes
+from ...ambient.setting import refuse_anomaly_mode
 from ...errors import (
     CaptureError,
     ForeignTensorError,
@@ -119,6 +121,7 @@ class Rules:
         self._function, self._code, self._on_a_mesh = function, code, on_a_mesh
         self._protected, self._copied, self._fixed = protected, copied, fixed
         self._facts: dict[Any, _Facts] = {}
+        self._modes = KernelModes()
         self.places = Places(function, history)  # what was copied where PyTorch has views
         self._first: FunctionalCGError | None = None
 
@@ -153,6 +156,8 @@ class Rules:
             if func.namespace in _COLLECTIVES and not self._on_a_mesh:
                 raise self._without_a_mesh(func)
             facts = self._facts[func] = _facts(func)
+        if mode := self._modes.changed(func, kwargs, lambda: tensors_in([*args, *kwargs.values()])):
+            raise self._mode_changed(func, *mode)
         if facts.may_draw and can_draw(func, args, kwargs):
             raise self._random(func)
         if facts.may_move:
@@ -183,6 +188,18 @@ class Rules:
         """Return why an op needs values on the host; "" if it does not."""
         facts = self._facts.get(func) or _facts(func)
         return sync_reason(func, args, kwargs) if facts.may_sync else ""
+
+    def _mode_changed(self, func: Any, name: str, before: object, now: object) -> SideEffectError:
+        fix = f"set it before the first call and leave it: `{name.removesuffix('()')}` is one for the whole step."
+        if isinstance(now, torch.dtype):
+            fix = f"say which dtype, `torch.ones(3, dtype={now})`, `x.to({now})`, where the default one is of use."
+        return SideEffectError.of(
+            self._function,
+            "sets a mode of torch for a part of it.",
+            rows=[f"{name}  before {before}   now {now}, in {func}{at_here()}"],
+            why="A kernel asks for it when it runs: a replay would find the mode around the call.",
+            fix=fix,
+        )
 
     def _from_the_storage(self, func: Any) -> CaptureError:
         return CaptureError.of(
@@ -289,6 +306,7 @@ class Rules:
         owner: str = "",
         fix: str = "",
         *,
+        tensors: Sequence[Tensor] = (),
         inputs: Sequence[str] = (),
         drawn: bool = False,
     ) -> HostSyncError:
@@ -299,12 +317,15 @@ class Rules:
           call: The op.
           owner: Name of the argument that is read, if any.
           fix: What to do; by default, what suits the line.
+          tensors: What the op is given.
           inputs: Names of the inputs that decide on a shape, if nothing else does.
           drawn: Whether the value is drawn at random.
         """
+        refuse_anomaly_mode(self._function)  # asks for values itself
         frame = user_frame()
-        by_mask = "index" in str(call)
-        what, spelled = sync_fix(frame, by_mask=by_mask, drawn=drawn) if frame is not None else ("", "")
+        masks = [one.ndim for one in tensors[1:] if one.dtype in (torch.bool, torch.uint8)]
+        axes = (tensors[0].ndim, masks[0]) if masks and "index" in str(call) else None
+        what, spelled = sync_fix(frame, axes=axes, drawn=drawn) if frame is not None else ("", "")
         fix = fix or spelled
         if inputs:
             names = " and ".join(f"`{name}`" for name in inputs)

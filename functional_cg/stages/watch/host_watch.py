@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 
+from ...ambient.kernel_modes import precision_of
 from ...ambient.modes import SWITCH
 from ...ambient.setting import default_device, foreign_function_modes
 from ...errors import BakedValueError
@@ -60,15 +61,14 @@ def modes() -> tuple[object, ...]:
 
 
 def _modes_now() -> tuple[object, ...]:
-    precision = torch._C._get_fp32_precision_getter
     return (
         torch.is_autocast_enabled("cuda"),
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cuda"),
         torch.get_autocast_dtype("cpu"),
         torch.are_deterministic_algorithms_enabled(),
-        _precision(precision("cuda", "matmul")),
-        _precision(precision("cuda", "conv")),
+        precision_of("cuda", "matmul"),
+        precision_of("cuda", "conv"),
         torch._C._get_cudnn_benchmark(),
         torch._C._get_cudnn_deterministic(),
         torch.get_default_dtype(),
@@ -83,11 +83,6 @@ def _modes_now() -> tuple[object, ...]:
         torch._C._get_cublas_allow_fp16_accumulation(),
         torch._C._get_math_sdp_allow_fp16_bf16_reduction(),
     )
-
-
-def _precision(name: str) -> str:
-    # "none" means "ieee" that was never set.
-    return "ieee" if name == "none" else name
 
 
 def refuse_ambient_modes(function_name: str) -> None:

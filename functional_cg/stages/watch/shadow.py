@@ -19,7 +19,7 @@ from .calls import Calls, parent
 from .kinds import UNKNOWN
 from .places import ITEM, Step
 from .stack import NULL
-from .values import in_classes, is_array, is_container, is_value
+from .values import holds, in_classes, is_array, is_container, is_value
 
 __all__ = ["Shadow"]
 
@@ -194,7 +194,15 @@ class Shadow(Calls):
             self._compared(*pair)
         for one in pair:
             self.use_compared(one)
-        self.other(ins)
+            if is_container(one) and not is_array(one) and holds(one, FakeTensor):
+                self.asks_for_type(FakeTensor)
+        if holds(
+            pair, FakeTensor
+        ):  # beside any other class than `torch.Tensor`, the answer is that of an ordinary tensor
+            self.take(2)
+            self.push(UNKNOWN)
+        else:
+            self.other(ins)
 
     def _compared(self, one: Any, other: Any, *, differ: bool = False) -> None:
         """Record that it matters which objects these are; beside ``None`` and the like, it does not."""
@@ -210,6 +218,7 @@ class Shadow(Calls):
     def op_contains_op(self, ins: dis.Instruction) -> None:
         key, owner = self.take(2)
         if self._reads_from(owner):
+            self.asks_for_type(key, among=owner)
             self.reads.has(owner, key)
         self.push(UNKNOWN)
 

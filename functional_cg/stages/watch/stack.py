@@ -9,11 +9,12 @@ from types import CodeType, FrameType, MappingProxyType, ModuleType
 from typing import Any
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .evaluation import CODES, EMPTY, Evaluation, instructions_of
 from .kinds import UNKNOWN, is_key
 from .names import HostReads
-from .values import in_classes
+from .values import holds, in_classes, is_container
 
 __all__ = ["NULL", "Stack"]
 
@@ -53,6 +54,8 @@ _TAKES_BY_ARGUMENT: Mapping[str, Callable[[int], int]] = MappingProxyType(
         "FORMAT_VALUE": lambda flags: 2 if flags & 4 else 1,
     }
 )
+# What a program asks of a class to tell it from others.
+_NAMES_OF_CLASSES = frozenset({"__name__", "__qualname__", "__module__"})
 # These move or drop values and read nothing.
 _MOVES = MappingProxyType({"POP_TOP": 1, "BUILD_LIST": 1, "END_FOR": 1})
 
@@ -217,7 +220,20 @@ class Stack:
 
     def use(self, value: Any, *, deep: bool = False) -> None:
         if self._reads_from(value):
+            self.asks_for_type(value)
             self.reads.use(value, deep=deep)
+
+    def asks_for_type(self, value: Any, *, among: Any = UNKNOWN) -> None:
+        """Record that the user's code uses the type of a traced tensor, which is not that of ordinary ones.
+
+        Args:
+          value: What is used: matters if it is that type.
+          among: A container that it is looked for in; does not matter if it holds neither of the two.
+        """
+        if self.own and value is FakeTensor:
+            opaque = among is UNKNOWN or not is_container(among)
+            if opaque or holds(among, Tensor) or holds(among, FakeTensor):
+                self.reads.asks_for_type()
 
     def other(self, ins: dis.Instruction) -> None:
         name, arg = ins.opname, ins.arg or 0
@@ -244,6 +260,8 @@ class Stack:
         """Return ``owner.name`` and record the read; UNKNOWN if the read does not count."""
         if self.own and type(owner) is ModuleType:
             self.reads.of_library(owner, name)
+        if name in _NAMES_OF_CLASSES:
+            self.asks_for_type(owner)
         return self.reads.attribute(owner, name) if self._reads_from(owner) else UNKNOWN
 
     def stored(self, owner: Any, name: Any) -> Any:
@@ -253,6 +271,7 @@ class Stack:
 
     def item(self, owner: Any, key: Any) -> Any:
         """Return ``owner[key]``, as :meth:`attribute` does."""
+        self.asks_for_type(key, among=owner)
         return self.reads.item(owner, key) if self._reads_from(owner) else UNKNOWN
 
     def size(self, owner: Any, *, truth: bool = False) -> None:

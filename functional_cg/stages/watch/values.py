@@ -32,6 +32,7 @@ __all__ = [
     "Excerpt",
     "Shape",
     "excerpts",
+    "holds",
     "in_classes",
     "instance_dict",
     "is_array",
@@ -103,6 +104,11 @@ def is_container(value: object) -> bool:
         return is_array(value)
     ways = ("__iter__", "__len__", "items")
     return not any(isinstance(in_classes(type(value).__mro__, way), FunctionType) for way in ways)
+
+
+def holds(container: Iterable[object], value: object) -> bool:
+    """Whether a container holds an object itself; tensors that it holds are not compared."""
+    return any(one is value for one in container)
 
 
 def in_classes(classes: Iterable[type], name: str) -> Any:

@@ -1,0 +1,85 @@
+"""The tensors of a trace are of a class of their own: a step that asks for it is refused, however it asks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import functional_cg as fcg
+
+
+class Visitor:
+    """Chooses what to do by the name of a class."""
+
+    def visit_Tensor(self, x: Any) -> float:
+        return 1.0
+
+    def other(self, x: Any) -> float:
+        return 2.0
+
+
+BY_CLASS = {torch.Tensor: 1.0, float: 3.0}
+CONTAINERS = {list: 2.0, dict: 3.0}
+ASKED_TYPES: dict[str, Callable[[Any], Any]] = {
+    "is": lambda x: type(x) is torch.Tensor,
+    "is not": lambda x: type(x) is not torch.Tensor,
+    "equals": lambda x: type(x) == torch.Tensor,  # noqa: E721
+    "of its class": lambda x: x.__class__ is torch.Tensor,
+    "among classes": lambda x: type(x) in (torch.Tensor, torch.nn.Parameter),
+    "among the classes of a table": lambda x: type(x) in BY_CLASS,
+    "looked up": lambda x: BY_CLASS.get(type(x), 2.0),
+    "its name": lambda x: type(x).__name__ == "Tensor",
+    "a method by its name": lambda x: getattr(Visitor(), f"visit_{x.__class__.__name__}", Visitor().other)(x),
+    "its module": lambda x: type(x).__module__.startswith("torch._sub"),
+    "as text": lambda x: "torch.Tensor" in str(type(x)),
+    "in text": lambda x: "torch.Tensor" in f"{type(x)}",
+    "in a list": lambda x: list(map(type, [x, x])) == [torch.Tensor, torch.Tensor],
+    "in a set": lambda x: {type(one) for one in (x, x)} == {torch.Tensor},
+    "each of them": lambda x: all(type(one) is torch.Tensor for one in (x, x)),
+    "by a function of C": lambda x: operator.is_(type(x), torch.Tensor),
+}
+OTHER_TYPES: dict[str, Callable[[Any], Any]] = {
+    "is an instance": lambda x: isinstance(x, torch.Tensor),
+    "is a subclass": lambda x: issubclass(type(x), torch.Tensor),
+    "no container": lambda x: type(x) in (list, tuple, dict),
+    "no node of a table": lambda x: CONTAINERS.get(type(x), 5.0),
+    "another class": lambda x: type(x) is list or type(x) == dict,  # noqa: E721
+    "one class": lambda x: type(x) is type(x * 2) and type(x) == type(x + 1),  # noqa: E721
+    "tensors compared": lambda x: 2.0 if [x, 3] == [x, 4] else 1.0,
+    "the type of a number": lambda x: float in (float, int) and float.__name__ == "float",
+}
+
+
+@pytest.mark.parametrize("ask", ASKED_TYPES.values(), ids=ASKED_TYPES)
+def test_the_type_of_a_traced_tensor_is_not_asked_for(ask: Any) -> None:
+    with pytest.raises(fcg.CaptureError, match=r"asks for the type(.|\n)*isinstance\(x, torch.Tensor\)"):
+        fcg.graph_fn(lambda x: x * ask(x))(torch.ones(2))
+
+
+@pytest.mark.parametrize("ask", OTHER_TYPES.values(), ids=OTHER_TYPES)
+def test_a_question_that_any_tensor_answers_alike_is_accepted(ask: Any) -> None:
+    def f(x: Any) -> Any:
+        return x * ask(x)
+
+    assert torch.equal(fcg.graph_fn(f)(torch.ones(2)), f(torch.ones(2)))
+
+
+class Marked(torch.Tensor):
+    """A tensor whose class says what it is."""
+
+
+@pytest.mark.parametrize(
+    ("asks", "advice"),
+    [
+        (lambda x: x * BY_CLASS[type(x)], "choose by `isinstance(x, torch.Tensor)`"),
+        (lambda x: x.as_subclass(Marked) * 2, "a step computes on plain tensors"),
+    ],
+)
+def test_what_raises_because_of_the_class_is_told_so(asks: Any, advice: str) -> None:
+    with pytest.raises(fcg.CaptureError) as error:
+        fcg.graph_fn(asks)(torch.ones(2))
+    assert f"To fix: {advice}" in str(error.value)
