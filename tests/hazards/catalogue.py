@@ -1071,7 +1071,7 @@ HAZARDS = (
          "reserve::test_in_half_precision_attention_takes_memory_beside_its_gradients",
          "reserve::test_segments_are_those_of_best_fits_among_gaps",
          "reserve::test_most_gaps_are_gone_if_a_capture_takes_its_memory_at_once"),
-    _row(209, 2, "N199", "a compiled step on a GPU loses the sign of zero in -x, and with it that of what divides by it",
+    _row(209, 2, "N199", "a compiled step on a GPU loses the sign of zero in -x, and that of what divides by it",
          "impossible: negatives are products with -1",
          "signs::test_zeros_have_the_sign_of_eager", "signs::test_negatives_of_floating_point_numbers_are_products"),
     _row(210, 2, "N200",
