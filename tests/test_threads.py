@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import functional_cg as fcg
 from functional_cg import tree
+from functional_cg.random import kernels
 from tests.at_once import at_once
 
 # -- collections ----------------------------------------------------------------------------------------------------
@@ -168,22 +168,23 @@ def test_what_a_step_draws_beside_a_thread_that_draws_is_seen_in_the_second_trac
         )
 
 
-def test_an_rnn_on_another_thread_changes_no_mode_of_a_step() -> None:
-    """Its kernel is one without cuDNN and oneDNN, which the whole process sees meanwhile."""
+def test_an_rnn_on_another_thread_changes_no_mode_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is taken apart without cuDNN and oneDNN, which the whole process sees between two of its calls."""
     step, apply, params, buffers = fcg.graph_fn(lambda x: x + 1), *fcg.from_module(nn.LSTM(2, 2))
     step(torch.ones(2))
     inside, go_on = threading.Event(), threading.Event()
 
-    class Slow(TorchDispatchMode):
+    class Slow(kernels._InModes):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if not torch.backends.cudnn.enabled:
                 inside.set()
                 assert go_on.wait(10)
-            return func(*args, **(kwargs or {}))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    monkeypatch.setattr(kernels, "_InModes", Slow)
 
     def slowly() -> Any:
-        with Slow():
-            return apply(params, buffers, torch.ones(3, 2))[0][0]
+        return apply(params, buffers, torch.ones(3, 2))[0][0]
 
     def replay() -> Any:
         assert inside.wait(10)

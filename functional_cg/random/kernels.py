@@ -110,9 +110,10 @@ def _to_truncate(tensor: Tensor) -> tuple[float, float, float, float] | None:
 def _composed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call an RNN of torch as ATen calls, each of which runs in the modes around it, as it does in a replay."""
     backends = (torch.backends.mkldnn, torch.backends.cudnn)
-    around = [(backend, backend.enabled) for backend in backends]
-    with SWITCH, _set([(backend, False) for backend in backends]), _InModes(around):
-        return func(*args, **kwargs)
+    with SWITCH:  # before they are read: another thread may be in here
+        around = [(backend, backend.enabled) for backend in backends]
+        with _set([(backend, False) for backend in backends]), _InModes(around):
+            return func(*args, **kwargs)
 
 
 class _InModes(TorchDispatchMode):
