@@ -50,7 +50,7 @@ def register_lowerings() -> None:
             UPDATE: _updated,
             ROUNDED: _rounded,
         }
-        for op, lowering in {**known, UPDATE: _updated, ROUNDED: _rounded}.items():
+        for op, lowering in known.items():
             register_lowering(op, type_promotion_kind=None)(lowering)
 
 

@@ -184,12 +184,12 @@ class CUDABackend:
                     gc.collect()  # a reference cycle holds it; to look for that takes a second
             # A pool is taken from by all captures of a step: later ones fill what the first has left free.
             # Another allocator would make what is taken nodes of the graph.
-            replay = self._graph(run, at_once(plan) if _is_native() and not self._in_use else None)
+            replay = self._graph(run, at_once(plan) if _is_native() and not self._in_use else AtOnce())
             self._in_use = True
             caller.wait_stream(self._streams[1])
             return replay
 
-    def _graph(self, run: Run, before: AtOnce | None = None) -> _GraphReplay:
+    def _graph(self, run: Run, before: AtOnce) -> _GraphReplay:
         graph = torch.cuda.CUDAGraph()
         # A stream may be another one's underneath, with a workspace from elsewhere that whoever made it may free;
         # and what runs on it later may not use that of the graph, which may be replayed meanwhile.
@@ -202,7 +202,7 @@ class CUDABackend:
                     graph, pool=self._pool, stream=self._streams[1], capture_error_mode="thread_local"
                 ),
             ):
-                walls = [] if before is None else before.take(self._device)
+                walls = before.take(self._device)
                 static = run(())
                 del walls
         except BaseException as error:
@@ -247,7 +247,7 @@ class CUDABackend:
             replays: list[_GraphReplay] = []
             try:
                 for run in runs:
-                    replays.append(self._graph(run))
+                    replays.append(self._graph(run, AtOnce()))
                 in_line, on_lanes = self._milliseconds(replays, spare)
             finally:
                 for replay in replays:

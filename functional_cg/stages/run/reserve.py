@@ -33,10 +33,8 @@ _LEAST = 32 * _MIB  # of temporaries that are worth it
 _ENOUGH = 1.01  # of the bytes that live at most: what is taken then is not tried further
 _TRIED = 600_000  # events, if each try had all of them; some 0.1 s
 _PARTS, _PART = 3, 2 * _UNIT  # at most; and the bytes of one at least: with a wall, it is large
-_DRAWN, _DRAWS = (
-    (0.985, 1.03),
-    12,
-)  # of the bytes that live at most; how often it is drawn before the best is changed
+_DRAWN = (0.985, 1.03)  # of the bytes that live at most
+_DRAWS = 12  # tries that are drawn before the best is changed
 _AGAIN = 0.3  # of tries after that are drawn, too, rather than the best so far, changed
 
 
@@ -64,10 +62,8 @@ class AtOnce:
             torch.cuda.current_blas_handle()
         try:
             new(sum(self.parts))
-        except (
-            torch.OutOfMemoryError
-        ):  # where there is no room for one segment, there may be for smaller ones
-            return []
+        except torch.OutOfMemoryError:
+            return []  # where there is no room for one segment, there may be for smaller ones
         blocks = [new(size) for part in self.parts[:-1] for size in (part - _WALL, _WALL)]
         return blocks[1::2]
 
