@@ -2,8 +2,11 @@
 
 A kept value costs its memory, and its memory traffic: one read, and one write if the forward would otherwise not store
 it. A recomputed value costs memory traffic only if it must be stored: an elementwise chain between two kernels is free,
-the argument of a matrix product is written and read. The choice with the lowest total is a minimum cut between what the
-forward must compute and what the backward reads. A parameter, the price of traffic, trades time for memory.
+the argument of a matrix product is written and read. So are the values that it is made from read, unless a kernel that
+reads them anyway can store it: one that does not wait for that product. The gradient of a convolution waits for the
+call that reads its argument, the gradient of a linear layer does not. The choice with the lowest total is a minimum cut
+between what the forward must compute and what the backward reads. A parameter, the price of traffic, trades time for
+memory.
 
 Only elementwise calls, casts and normalizations with known statistics are recomputed. Along a chain of them, at most
 one call may read a value from before the last product, convolution or the like: a residual stream is a sum over all
@@ -14,8 +17,10 @@ Source: He & Yu 2023, "Transcending Runtime-Memory Tradeoffs in Checkpointing by
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +55,9 @@ _PASSES = frozenset(
         "native_layer_norm", "native_layer_norm_backward",
     }
 )  # fmt: skip
+
+
+_Reads = dict[int, dict[int, int]]
 
 
 @dataclass(slots=True)
@@ -113,6 +121,7 @@ def recomputed(program: Program, forward: Forward, *, price: float, large: int) 
     recipes = _recipes(program, forward, large)
     own_memory = {var.storage for var in (*program.results, *program.new_state)}
     in_memory, in_memory_again = stored(program, forward)
+    alone = _read_alone(program, recipes, forward.place, in_memory)
     network = _Network()
     visited: set[int] = set()
     front = list(forward.needed)
@@ -135,6 +144,8 @@ def recomputed(program: Program, forward: Forward, *, price: float, large: int) 
         inside = sources.keys() & forward.place.keys()
         for source in inside:
             network.connect(source, one)
+        for source, size in alone.get(one, {}).items():
+            network.read(source, one, price * size)
         front += inside
     again, kept = network.cheapest()
     return Choice(again, sum(forward.sizes.get(one, 0) for one in kept - own_memory))
@@ -167,6 +178,42 @@ def _recipes(program: Program, forward: Forward, large: int) -> dict[int, Instr]
             lengths[storage], leaps[storage] = length, leap
             out[storage] = instr
     return out
+
+
+def _read_alone(program: Program, recipes: Mapping[int, Instr], forwards: Container[int], in_memory: Container[int]) -> _Reads:
+    """Return what the calls that recompute a storage in memory would read for it alone: storages, each with its bytes.
+
+    A call that a compiler does not fuse waits for what it reads. What is recomputed for it shares a read with a fused
+    call only if that call does not wait for it in turn.
+    """
+    waits: dict[int, int] = {}  # for each storage, the calls that it waits for, a bit each
+    shared: dict[int, int] = {}  # for each storage, those that all fused calls which read it wait for
+    first: dict[int, int] = {}  # for each storage, the first call that reads it from memory
+    for number, instr in enumerate(program.instrs):
+        if instr.backward:
+            storages = {var.storage for var in instr.inputs()}
+            before = functools.reduce(operator.or_, (waits.get(one, 0) for one in storages), 0)
+            fused = is_fused(instr)
+            for one in storages if fused and not instr.is_view else ():
+                shared[one] = shared.get(one, before) & before
+            for one in () if fused else storages:
+                first.setdefault(one, number)
+            for var in instr.outputs():
+                waits[var.storage] = waits.get(var.storage, 0) | before | (0 if fused else 1 << number)
+    reads: _Reads = {}
+    for one in recipes.keys() & first.keys():
+        front, seen = [one], set[int]()
+        while front:
+            sources = {var.storage: var.spec.nbytes for var in recipes[front.pop()].inputs()}
+            for source in sources.keys() - seen:
+                seen.add(source)
+                if not shared.get(source, -1) >> first[one] & 1:
+                    continue
+                if source in recipes and source not in in_memory:
+                    front.append(source)
+                elif source in forwards:
+                    reads.setdefault(one, {})[source] = sources[source]
+    return reads
 
 
 def _at_hand_until(program: Program) -> dict[int, int]:
@@ -234,6 +281,7 @@ class _Network:
         self._keep: dict[int, float] = {}
         self._compute: dict[int, float] = {}
         self._edges: dict[int, set[int]] = {}
+        self._reads: dict[int, dict[int, float]] = {}
         self._needed: set[int] = set()
 
     def keep(self, storage: int, cost: float) -> None:
@@ -245,6 +293,10 @@ class _Network:
 
     def connect(self, source: int, storage: int) -> None:
         self._edges.setdefault(source, set()).add(storage)
+
+    def read(self, source: int, storage: int, cost: float) -> None:
+        """Set what it costs to compute a storage if a source of it is not computed, too."""
+        self._reads.setdefault(source, {})[storage] = cost
 
     def need(self, storage: int) -> None:
         self._needed.add(storage)
@@ -268,6 +320,8 @@ class _Network:
                 network.add_edge("forward", (one, 0), capacity=self._compute[one])
                 for other in self._edges[one]:
                     network.add_edge((one, 1), (other, 0), capacity=math.inf)
+                for other, cost in self._reads.get(one, {}).items():
+                    network.add_edge((one, 0), (other, 0), capacity=cost)
                 if one in self._needed:
                     network.add_edge((one, 1), "backward", capacity=math.inf)
             if "backward" in network:
