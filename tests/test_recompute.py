@@ -126,6 +126,47 @@ def test_values_below_the_threshold_are_kept() -> None:
     assert [str(instr) for instr in program.instrs] == [str(instr) for instr in before]
 
 
+def conv_net(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    h = F.relu(F.batch_norm(F.conv2d(x, p["a"]), None, None, p["w"], p["b"], training=True))
+    return F.conv2d(h, p["a"]).square().mean()
+
+
+def pooled_net(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    h = F.relu(F.batch_norm(F.conv2d(x, p["a"]), None, None, p["w"], p["b"], training=True))
+    return F.max_pool2d(h, 2).square().mean()
+
+
+def linear_net(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    rows = (x.movedim(1, -1).reshape(-1, 8) @ p["a"].flatten(1)).unflatten(0, (len(x), -1))
+    return (F.gelu(rows) @ p["a"].flatten(1)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("net", "width", "again"),
+    [
+        pytest.param(conv_net, 300, False, id="conv, large"),
+        pytest.param(conv_net, 100, True, id="conv, in cache"),
+        pytest.param(linear_net, 300, True, id="linear, large"),
+        pytest.param(linear_net, 100, True, id="linear, in cache"),
+        pytest.param(pooled_net, 300, True, id="pool, large"),
+    ],
+)
+def test_what_is_recomputed_shares_a_read_or_lies_in_the_cache(net: Any, width: int, again: bool) -> None:
+    """The gradient of a convolution waits for its argument: what makes it anew is a kernel of its own.
+
+    It reads and writes a large value to save a read. Beside a linear layer, the kernel of the activation's own gradient
+    makes it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    params = {name: torch.ones(8) for name in ("w", "b")} | {
+        "a": torch.randn(8, 8, 1, 1, generator=generator)
+    }
+    program, _ = traced(net, params, torch.zeros(12, 8, width, width))
+    kept = kept_bytes(program)
+    recompute(program, large=2**20)
+    assert (kept_bytes(program) < kept) == again
+
+
 def test_weights_are_not_cast_a_second_time() -> None:
     def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
         return (x.bfloat16() @ params["a"].bfloat16() @ params["b"].bfloat16()).float().square().mean()

@@ -33,6 +33,7 @@ from .normalized import normalized
 __all__ = ["Choice", "Forward", "is_cheap", "is_fused", "recomputed", "stored"]
 
 _LONG = 64  # calls in a chain of recomputed values
+_NEAR = 24 * 2**20  # bytes of which the next call finds most in a GPU's cache: about half of its L2
 _CAST = torch.ops.aten._to_copy.default
 # Elementwise ops that torch does not tag as such, and those that make a value of nothing.
 _UNTAGGED = frozenset(
@@ -52,12 +53,10 @@ _PASSES = frozenset(
         "_fused_rms_norm", "_log_softmax", "_native_batch_norm_legit", "_softmax", "_unsafe_view", "cudnn_batch_norm",
         "_fused_rms_norm_backward", "_softmax_backward_data", "_log_softmax_backward_data", "cudnn_batch_norm_backward",
         "native_batch_norm", "native_batch_norm_backward", "native_group_norm", "native_group_norm_backward",
-        "native_layer_norm", "native_layer_norm_backward",
+        "native_layer_norm", "native_layer_norm_backward", "avg_pool2d_backward", "max_pool2d_with_indices_backward",
+        "upsample_nearest2d_backward",
     }
 )  # fmt: skip
-
-
-_Reads = dict[int, dict[int, int]]
 
 
 @dataclass(slots=True)
@@ -121,7 +120,7 @@ def recomputed(program: Program, forward: Forward, *, price: float, large: int) 
     recipes = _recipes(program, forward, large)
     own_memory = {var.storage for var in (*program.results, *program.new_state)}
     in_memory, in_memory_again = stored(program, forward)
-    alone = _read_alone(program, recipes, forward.place, in_memory)
+    alone = _read_alone(program, recipes, forward, in_memory)
     network = _Network()
     visited: set[int] = set()
     front = list(forward.needed)
@@ -140,7 +139,7 @@ def recomputed(program: Program, forward: Forward, *, price: float, large: int) 
             continue
         sources = {var.storage: var for var in recipe.inputs()}
         outside = sum(var.spec.nbytes for storage, var in sources.items() if storage not in forward.place)
-        network.compute(one, price * (outside + (2 * size if one in in_memory_again else 0)))
+        network.compute(one, price * (outside + (_traffic(size) if one in in_memory_again else 0)))
         inside = sources.keys() & forward.place.keys()
         for source in inside:
             network.connect(source, one)
@@ -149,6 +148,11 @@ def recomputed(program: Program, forward: Forward, *, price: float, large: int) 
         front += inside
     again, kept = network.cheapest()
     return Choice(again, sum(forward.sizes.get(one, 0) for one in kept - own_memory))
+
+
+def _traffic(size: int) -> float:
+    """Return the bytes that are moved to store a value for the next call, which reads it."""
+    return size * (1.5 if size <= _NEAR else 2.0)
 
 
 def _recipes(program: Program, forward: Forward, large: int) -> dict[int, Instr]:
@@ -180,8 +184,10 @@ def _recipes(program: Program, forward: Forward, large: int) -> dict[int, Instr]
     return out
 
 
-def _read_alone(program: Program, recipes: Mapping[int, Instr], forwards: Container[int], in_memory: Container[int]) -> _Reads:
-    """Return what the calls that recompute a storage in memory would read for it alone: storages, each with its bytes.
+def _read_alone(
+    program: Program, recipes: Mapping[int, Instr], forward: Forward, in_memory: Container[int]
+) -> dict[int, dict[int, int]]:
+    """Return what the calls that recompute a storage in memory read for it alone: storages, each with its bytes.
 
     A call that a compiler does not fuse waits for what it reads. What is recomputed for it shares a read with a fused
     call only if that call does not wait for it in turn.
@@ -200,7 +206,7 @@ def _read_alone(program: Program, recipes: Mapping[int, Instr], forwards: Contai
                 first.setdefault(one, number)
             for var in instr.outputs():
                 waits[var.storage] = waits.get(var.storage, 0) | before | (0 if fused else 1 << number)
-    reads: _Reads = {}
+    reads: dict[int, dict[int, int]] = {}
     for one in recipes.keys() & first.keys():
         front, seen = [one], set[int]()
         while front:
@@ -211,7 +217,7 @@ def _read_alone(program: Program, recipes: Mapping[int, Instr], forwards: Contai
                     continue
                 if source in recipes and source not in in_memory:
                     front.append(source)
-                elif source in forwards:
+                elif source in forward.place:
                     reads.setdefault(one, {})[source] = sources[source]
     return reads
 

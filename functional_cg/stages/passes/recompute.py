@@ -20,8 +20,8 @@ from .min_cut import Choice, Forward, recomputed, stored
 __all__ = ["keep_as_buffers", "recompute"]
 
 _FEW = 4  # values that a compiler reads again for each reader of what it computes from them
-_PRICES = (1e6, 8.0, 4.0, 2.0, 1.0, 0.75, 0.5, 0.25, 0.125, 0.0)
-_PRICE = 0.75  # bytes of memory for which one byte of memory traffic is worth saving
+_PRICES = (1e6, 8.0, 4.0, 2.0, 1.0, 0.6, 0.4, 0.25, 0.125, 0.0)
+_PRICE = 0.6  # bytes of memory for which one byte of memory traffic is worth saving
 
 
 def recompute(program: Program, *, budget: float | None = None, large: int) -> None:
