@@ -192,28 +192,29 @@ def _read_alone(
     A call that a compiler does not fuse waits for what it reads. What is recomputed for it shares a read with a fused
     call only if that call does not wait for it in turn.
     """
-    waits: dict[int, int] = {}  # for each storage, the calls that it waits for, a bit each
+    first: dict[int, int] = {}  # for each storage, a bit for the first call that reads it from memory
+    waits: dict[int, int] = {}  # for each storage, such calls that it waits for
     shared: dict[int, int] = {}  # for each storage, those that all fused calls which read it wait for
-    first: dict[int, int] = {}  # for each storage, the first call that reads it from memory
-    for number, instr in enumerate(program.instrs):
-        if instr.backward:
-            storages = {var.storage for var in instr.inputs()}
-            before = functools.reduce(operator.or_, (waits.get(one, 0) for one in storages), 0)
-            fused = is_fused(instr)
-            for one in storages if fused and not instr.is_view else ():
+    bit = 1
+    for instr in (instr for instr in program.instrs if instr.backward):
+        storages = {var.storage for var in instr.inputs()}
+        before = functools.reduce(operator.or_, (waits.get(one, 0) for one in storages), 0)
+        if is_fused(instr):
+            for one in () if instr.is_view else storages:
                 shared[one] = shared.get(one, before) & before
-            for one in () if fused else storages:
-                first.setdefault(one, number)
-            for var in instr.outputs():
-                waits[var.storage] = waits.get(var.storage, 0) | before | (0 if fused else 1 << number)
+        elif new := (storages & recipes.keys()) - first.keys():
+            first |= dict.fromkeys(new, bit)
+            before, bit = before | bit, bit << 1
+        for var in instr.outputs():
+            waits[var.storage] = waits.get(var.storage, 0) | before
     reads: dict[int, dict[int, int]] = {}
-    for one in recipes.keys() & first.keys():
+    for one, call in first.items():
         front, seen = [one], set[int]()
         while front:
             sources = {var.storage: var.spec.nbytes for var in recipes[front.pop()].inputs()}
             for source in sources.keys() - seen:
                 seen.add(source)
-                if not shared.get(source, -1) >> first[one] & 1:
+                if not shared.get(source, -1) & call:
                     continue
                 if source in recipes and source not in in_memory:
                     front.append(source)
