@@ -63,16 +63,14 @@ class Blocks:
         block = self.known.get(name)
         if block is None:
             return None
-        found = list(map(self._described, given))
+        found = [one if type(one) is Var else self._described(one) for one in given]
         own = [var for var in found if var is not None]
         made = block.again(self._program, own, self._variables, number) if len(own) == len(found) else None
         back = dict(zip(own, given, strict=False))
         return None if made is None else [back.get(var, var) for var in made]
 
     def _described(self, value: Any) -> Var | None:
-        """Return the variable of what a block is given; None if it is none of the trace, or not any more."""
-        if isinstance(value, Var):
-            return value
+        """Return the variable of a tensor that a block is given; None if it is none of the trace, or not any more."""
         var = self._variables.of(value)
         return var if var is not None and self._variables.describes(var, value) else None
 

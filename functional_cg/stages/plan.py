@@ -199,14 +199,7 @@ class AtenPlan:
         """Return the source of a call of the head, and of dropping variables after it."""
         if isinstance(instr.op, Template):
             name = self._functions.setdefault(instr.op, f"template_{len(self._functions)}")
-            given = dict.fromkeys(instr.inputs())
-            together = self._together
-            return [
-                f"given = {together.given(instr)}",
-                *together.dropped(var for var in given if var in dead),
-                *together.results(instr, f"{name}(given)"),
-                *together.dropped(var for var in dead if var not in given),
-            ]
+            return self._together.call(instr, name, dead)
         return self._in_line(instr, self._fixed, dead)
 
     def _in_line(self, instr: Instr, fixed: Collection[Var], dead: Iterable[Var]) -> list[str]:

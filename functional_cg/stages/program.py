@@ -335,8 +335,8 @@ def highest(program: Program) -> tuple[int, int]:
 
 def highest_of(instrs: Iterable[Instr], known: Iterable[Var] = ()) -> tuple[int, int]:
     """Return the highest variable and storage number among calls and ``known``; -1 if there are none."""
-    every = [*known, *(var for instr in instrs for var in (*instr.inputs(), *instr.outputs()))]
-    return max((var.index for var in every), default=-1), max((var.storage for var in every), default=-1)
+    every = {*known}.union(*(found for instr in instrs for found in (instr.inputs(), instr.outputs())))
+    return max([var.index for var in every], default=-1), max([var.storage for var in every], default=-1)
 
 
 def written_storages(instrs: Iterable[Instr]) -> set[int]:
@@ -354,12 +354,12 @@ def live(instrs: Sequence[Instr], results: Iterable[Var]) -> tuple[list[Instr], 
     storages = {var.storage for var in used}
     kept = []
     for instr in reversed(instrs):
-        reaches = any(var in used for var in instr.outputs())
-        reaches |= any(var.storage in storages for var in instr.writes)
+        reaches = not used.isdisjoint(instr.outputs())
+        reaches = reaches or any(var.storage in storages for var in instr.writes)
         if reaches or instr.checks or instr.op in TRANSFERS:
             kept.append(instr)
             used.update(instr.inputs())
-            storages.update(var.storage for var in instr.inputs())
+            storages.update([var.storage for var in instr.inputs()])
     kept.reverse()
     return kept, used
 
@@ -371,6 +371,8 @@ def vars_in(value: Any) -> list[Var]:
         return [value]
     found: list[Var] = []
     if kind is tuple or kind is list:
+        if {*map(type, value)} == {Var}:  # what a template is given, or returns
+            return [*value]
         for item in value:
             kind = type(item)
             if kind is Var:

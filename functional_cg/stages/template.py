@@ -226,7 +226,7 @@ class _Rewritten:
 
 def rename(instr: Instr, renamed: Mapping[Var, Var]) -> None:
     """Let a call read, and write, what takes the place of variables."""
-    if any(var in renamed for var in instr.inputs()):
+    if not renamed.keys().isdisjoint(instr.inputs()):
         instr.takes(*map_arguments(lambda var: renamed.get(var, var), instr))
         instr.writes = tuple(renamed.get(var, var) for var in instr.writes)
 

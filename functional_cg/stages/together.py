@@ -41,7 +41,7 @@ class Together:
         self._lists: dict[Var, Sequence[Var]] = {}
         taken: dict[Template, set[int]] = {template: set() for template in calls}
         for template, made in calls.items():
-            for places in _groups(made[len(made) // 2], readers, kept):
+            for places in _groups(made[len(made) // 2], readers):
                 some = [made[len(made) // 2].out[place] for place in places]
                 ends = [(end.op, [end.args[0].index(var) for var in some]) for end in readers[some[0]]]
                 others = {of for of, given in ends if taken[of].isdisjoint(given)}
@@ -74,61 +74,68 @@ class Together:
 
     def takes(self, template: Template) -> list[Var]:
         """Return what a template is given, in the order of its function."""
-        return [template.given[place] for place in _in_order(len(template.given), self._given[template])]
+        return _in_order(template.given, self._given[template])
 
     def returns(self, template: Template) -> list[Var]:
         """Return the results of a template, in the order of its function."""
-        return [template.results[place] for place in _in_order(len(template.results), self._made[template])]
+        return _in_order(template.results, self._made[template])
 
-    def given(self, instr: Instr) -> str:
-        """Return the source of what a call of a template is given."""
-        given, order = instr.args[0], _in_order(len(instr.args[0]), self._given[instr.op])
-        return f"[{', '.join(self._texts([given[place] for place in order], '*'))}]"
+    def call(self, instr: Instr, name: str, dead: Collection[Var]) -> list[str]:
+        """Return the source of a call of a template by its name, and of dropping variables after it."""
+        given, gone = dict.fromkeys(instr.inputs()), {*dead}
+        return [
+            f"given = [{', '.join(self._texts(instr.args[0], self._given[instr.op]))}]",
+            *self._dropped(var for var in given if var in gone),
+            *self._results(instr, f"{name}(given)"),
+            *self._dropped(var for var in dead if var not in given),
+        ]
 
-    def results(self, instr: Instr, call: str) -> list[str]:
-        """Return the source of a call of a template that takes its results apart."""
+    def _results(self, instr: Instr, call: str) -> list[str]:
+        """Return the source that takes the results of a call apart."""
         out, groups = instr.out, self._made[instr.op]
-        order = [out[place] for place in _in_order(len(out), groups)]
-        lists = [some for places in groups if (some := self._lists.get(out[places[0]])) is not None]
-        if len(lists) < 2:
-            return [f"[{', '.join(self._texts(order, '*', self._fixed))}] = {call}"]
-        lines, start = [f"made = {call}"], 0
-        for some in lists:
-            end = order.index(some[0])
+        starred = [places for places in groups if out[places[0]] in self._lists]
+        if len(starred) < 2:
+            return [f"[{', '.join(self._texts(out, groups, self._fixed))}] = {call}"]
+        order, start, lines = _in_order(out, groups), 0, [f"made = {call}"]
+        for places in starred:
+            end = order.index(out[places[0]])
             lines += self._taken(order, start, end)
-            start = end + len(some)
-            lines.append(f"{_name(some)} = made[{end}:{start}]")
+            start = end + len(places)
+            lines.append(f"{_name(order[end])} = made[{end}:{start}]")
         return [*lines, *self._taken(order, start, len(order)), "del made"]
 
     def _taken(self, order: Sequence[Var], start: int, end: int) -> list[str]:
-        names = ", ".join(self._texts(order[start:end], skipped=self._fixed))
+        names = ", ".join(self._texts(order[start:end], (), self._fixed))
         return [f"[{names}] = made[{start}:{end}]"] if names else []
 
-    def dropped(self, variables: Iterable[Var]) -> list[str]:
-        """Return the source that drops variables."""
-        names = ", ".join(self._texts(variables))
-        return [f"del {names}"] if names else []
-
-    def _texts(self, variables: Iterable[Var], star: str = "", skipped: Collection[Var] = ()) -> list[str]:
-        """Return the names of variables; in place of the first one of a list, that of the list, and no others."""
-        texts, seen = list[str](), set[int]()
-        for var in variables:
-            if (some := self._lists.get(var)) is None:
-                texts.append("_" if var in skipped else repr(var))
-            elif id(some) not in seen:
-                seen.add(id(some))
-                texts.append(star + _name(some))
+    def _texts(
+        self, variables: Sequence[Var], groups: Sequence[Sequence[int]], skipped: Collection[Var] = ()
+    ) -> list[str]:
+        """Return the names of variables in the order of a function, with a star and its name for a list."""
+        texts = list[str]()
+        for places in (_alone(len(variables), groups), *groups):
+            some = [variables[place] for place in places]
+            if groups and some and some[0] in self._lists:
+                texts.append(f"*{_name(some[0])}")
+            else:
+                texts += ["_" if var in skipped else repr(var) for var in some]
         return texts
 
+    def _dropped(self, variables: Iterable[Var]) -> list[str]:
+        """Return the source that drops variables; a list is dropped with the first of its variables."""
+        alone = [(var, self._lists.get(var)) for var in variables]
+        names = [
+            repr(var) if some is None else _name(var) for var, some in alone if some is None or some[0] is var
+        ]
+        return [f"del {', '.join(names)}"] if names else []
 
-def _groups(
-    call: Instr, readers: Mapping[Var, Sequence[Instr]], kept: Collection[Var]
-) -> list[Sequence[int]]:
-    """Return the places of results that the same calls read, as templates do, and each once."""
+
+def _groups(call: Instr, readers: Mapping[Var, Sequence[Instr]]) -> list[Sequence[int]]:
+    """Return the places of results that the same calls read, all of them of templates."""
     found: dict[tuple[Instr, ...], list[int]] = {}
     for place, var in enumerate(call.out):
         ends = tuple(readers.get(var, ()))
-        if ends and var not in kept and len({*ends}) == len(ends):
+        if ends:
             found.setdefault(ends, []).append(place)
     return [
         places
@@ -137,11 +144,17 @@ def _groups(
     ]
 
 
-def _in_order(count: int, groups: Sequence[Sequence[int]]) -> list[int]:
-    """Return places with those of groups last."""
-    behind = [place for places in groups for place in places]
-    return [*sorted({*range(count)}.difference(behind)), *behind]
+def _alone(count: int, groups: Sequence[Sequence[int]]) -> Sequence[int]:
+    """Return the places that are in no group."""
+    return sorted({*range(count)}.difference(*groups)) if groups else range(count)
 
 
-def _name(some: Sequence[Var]) -> str:
-    return f"h{some[0].index}"
+def _in_order(variables: Sequence[Var], groups: Sequence[Sequence[int]]) -> list[Var]:
+    """Return variables with those of groups last."""
+    places = (_alone(len(variables), groups), *groups)
+    return [variables[place] for one in places for place in one]
+
+
+def _name(first: Var) -> str:
+    """Return the name of the list that begins with a variable."""
+    return f"h{first.index}"
