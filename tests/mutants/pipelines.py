@@ -6,11 +6,11 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["PIPELINES"]
 
-BITS, BLOCKS, TABLES, MISTAKES, COMPILED, JUDGES, EVALUATION, TEMPLATES, GROUPS, TRANSFERS = (
+BITS, BLOCKS, TABLES, MISTAKES, COMPILED, JUDGES, EVALUATION, TEMPLATES, GROUPS, TRANSFERS, TOGETHER = (
     f"tests/pipelines/test_{name}.py::"
     for name in (
         "bitwise", "blocks", "tables", "mistakes", "compiled", "other_judges", "evaluation", "templates",
-        "groups", "transfers",
+        "groups", "transfers", "together",
     )
 )  # fmt: skip
 SEVERAL = "it takes several GPUs, or none"
