@@ -276,6 +276,28 @@ def test_results_of_blocks_are_tensors_where_one_is_asked_for() -> None:
     assert_trees_all_equal(fcg.graph_fn(function, lowering="aten")(x), function(x))
 
 
+def test_memory_of_a_result_is_as_large_as_at_first() -> None:
+    """Of a part, before anybody asks for the whole; among blocks and values of other sizes."""
+    sizes = list[list[int]]()
+
+    def act(given: list[Tensor]) -> list[Tensor]:
+        wide = given[0].repeat(5)
+        return [wide.exp()[2:4], given[0].sin()[1:]]
+
+    def function(x: Tensor) -> Any:
+        found = [
+            (repeated("some", act, [row], n), repeated("others", act, [row.repeat(2)], n), row.neg())
+            for n, row in enumerate(x)
+        ]
+        parts = [[tensor_of(one) for one in (*some, *others)] for some, others, _ in found]
+        sizes.extend([one.untyped_storage().nbytes() for one in of_row] for of_row in parts)
+        return parts
+
+    x = torch.arange(12.0).reshape(4, 3)
+    assert_trees_all_equal(fcg.graph_fn(function, lowering="aten")(x), function(x))
+    assert sizes == [[60, 12, 120, 24]] * len(sizes)
+
+
 @thorough
 def test_blocks_on_many_micro_batches() -> None:
     run = Run("1f1b", ("tied", "dropout", "clip", "adamw"), cuts=(1, 3), microbatches=12)
