@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import operator
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +69,58 @@ def test_a_question_that_any_tensor_answers_alike_is_accepted(ask: Any) -> None:
         return x * ask(x)
 
     assert torch.equal(fcg.graph_fn(f)(torch.ones(2)), f(torch.ones(2)))
+
+
+LIBRARY = """
+import torch
+
+BACKENDS = {torch.Tensor: "known"}
+
+
+def looked_up(x):
+    found = BACKENDS.get(type(x))
+    if found is None and isinstance(x, torch.Tensor):
+        found = BACKENDS[type(x)] = "known"
+    return found == "known"
+
+
+def by_its_text(x):
+    return str(type(x)).startswith("<class 'torch.")
+
+
+def by_its_name(x):
+    return type(x).__name__ in ("Tensor", "Parameter") or isinstance(x, torch.Tensor)
+
+
+def compared(x):
+    return type(x) is torch.Tensor
+"""
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module that is installed as packages are."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "choosing_library.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "choosing_library", raising=False)
+    return importlib.import_module("choosing_library")
+
+
+@pytest.mark.parametrize("name", ["looked_up", "by_its_text", "by_its_name"])
+def test_an_installed_library_may_ask_since_it_falls_back_on_isinstance(library: Any, name: str) -> None:
+    """As transformers asks for its outputs (``str(type(x))``), and einops for its backends (a table)."""
+    ask = getattr(library, name)
+    assert ask(torch.ones(2))
+    assert torch.equal(
+        fcg.graph_fn(lambda x: x * (2.0 if ask(x) else 3.0))(torch.ones(2)), torch.full((2,), 2.0)
+    )
+
+
+def test_an_installed_library_that_compares_classes_is_refused(library: Any) -> None:
+    with pytest.raises(fcg.CaptureError, match="asks for the type"):
+        fcg.graph_fn(lambda x: x * (2.0 if library.compared(x) else 3.0))(torch.ones(2))
 
 
 class Marked(torch.Tensor):

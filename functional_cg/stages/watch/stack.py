@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...messages.source import is_installed
 from .evaluation import CODES, EMPTY, Evaluation, instructions_of
 from .kinds import UNKNOWN, is_key
 from .names import HostReads
@@ -226,11 +227,14 @@ class Stack:
     def asks_for_type(self, value: Any, *, among: Any = UNKNOWN) -> None:
         """Record that the user's code uses the type of a traced tensor, which is not that of ordinary ones.
 
+        An installed library may: it is written for tensors of any class, and falls back on ``isinstance`` where it
+        does not find one by its name or in a table.
+
         Args:
           value: What is used: matters if it is that type.
           among: A container that it is looked for in; does not matter if it holds neither of the two.
         """
-        if self.own and value is FakeTensor:
+        if self.own and value is FakeTensor and not is_installed(self.code.co_filename):
             opaque = among is UNKNOWN or not is_container(among)
             if opaque or holds(among, Tensor) or holds(among, FakeTensor):
                 self.reads.asks_for_type()
