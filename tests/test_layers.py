@@ -41,6 +41,7 @@ ORDER = (
     "call",
     "stages.program",
     "stages.template",
+    "stages.together",
     "stages.keys",
     "stages.kinds",
     "stages.variables",

@@ -58,8 +58,9 @@ class Pipeline(metaclass=Documented):
     microbatches: int
     links: Links
     groups: Mapping[tuple[int, ...], str]
-    # By the number of stages: each is proven once.
+    # By the number of stages: each is proven once, and run in the model once for each kind of call.
     _tables: dict[int, Table] = field(default_factory=dict, repr=False, compare=False)
+    _said: dict[tuple[int, bool], str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def stages(self) -> Axis:
@@ -236,7 +237,9 @@ class Pipeline(metaclass=Documented):
         layouts = list(map(_layout_of, flat))
         found = self._rehearsed(name, call, layouts, slices, key, has_aux=has_aux, forward_only=forward_only)
         table = forward_of(self._table(found)) if forward_only else self._table(found)
-        announce(f"{self}, {described(table)}")
+        if (kind := (table.stages, forward_only)) not in self._said:
+            self._said[kind] = f"{self}, {described(table)}"
+        announce(self._said[kind])
         _refuse_elsewhere(name, found, table, flat, given.treedef, self.stages)
         with torch.no_grad():
             value, grads = self._worked(found, table, flat, slices, key, dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import threading
 import weakref
 from collections.abc import Mapping
 from datetime import timedelta
@@ -21,7 +22,7 @@ from ..shards.mesh import Axis, Mesh
 from .agreement import Ranks
 from .watchdog import Watchdog
 
-__all__ = ["mesh"]
+__all__ = ["end_groups", "mesh"]
 
 _LONGEST = 1e6  # seconds, more than a week; torch counts in integers, which have no infinity
 _GRACE = 30.0  # seconds in which what notices a missing rank by itself has raised
@@ -194,4 +195,37 @@ def _end(captures: weakref.WeakSet[Any], ranks: Ranks, watchdog: Watchdog, *, ou
         captured.close()
     if ours and dist.is_initialized():
         ranks.part()
-        dist.destroy_process_group()
+        end_groups()
+
+
+def end_groups() -> None:
+    """End all process groups: first those that were split from the one of all ranks, side by side, then that one.
+
+    The end of a communicator waits for its other ranks, so a pipeline's four or five took more than a second one after
+    the other. NCCL lets each thread end another one, and as each waits by itself, no order of ends can deadlock.
+
+    Raises:
+      Exception: The first that an end has raised, once all have come to theirs.
+    """
+    everyone, errors, threads = dist.group.WORLD, list[Exception](), list[threading.Thread]()
+
+    def end(group: Any) -> None:
+        try:
+            dist.destroy_process_group(group)
+        except Exception as error:
+            errors.append(error)
+
+    for group in list(dist.distributed_c10d._world.pg_names):
+        if group is not everyone:
+            thread = threading.Thread(target=end, args=(group,), daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # Python 3.12.1 starts no thread while it ends
+                end(group)
+            else:
+                threads.append(thread)
+    for thread in threads:
+        thread.join()
+    end(None)
+    if errors:
+        raise errors[0]

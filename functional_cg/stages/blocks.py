@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..shards.transfers import is_between_ranks
 from .program import Constant, Instr, Program, Report, Var, map_vars
-from .template import Template, made_again
+from .template import Template
 from .variables import Variables
 
 __all__ = ["Blocks"]
@@ -63,16 +63,14 @@ class Blocks:
         block = self.known.get(name)
         if block is None:
             return None
-        found = list(map(self._described, given))
+        found = [one if type(one) is Var else self._described(one) for one in given]
         own = [var for var in found if var is not None]
         made = block.again(self._program, own, self._variables, number) if len(own) == len(found) else None
         back = dict(zip(own, given, strict=False))
         return None if made is None else [back.get(var, var) for var in made]
 
     def _described(self, value: Any) -> Var | None:
-        """Return the variable of what a block is given; None if it is none of the trace, or not any more."""
-        if isinstance(value, Var):
-            return value
+        """Return the variable of a tensor that a block is given; None if it is none of the trace, or not any more."""
         var = self._variables.of(value)
         return var if var is not None and self._variables.describes(var, value) else None
 
@@ -181,18 +179,29 @@ class _Block:
             program.constants.append(constant)
         for one in self.calls:
             region = None if one.region is None else (one.region[0], number)
-            program.instrs.append(made_again(one, names, region))
+            program.instrs.append(one.again(names, region))
         program.reports += [replace(report, values=map_vars(names, report.values)) for report in self.reports]
         return list(map(names, self.results))
 
     def _names(self, given: Sequence[Var]) -> _Names | None:
         """Return the variables of a copy; None if what is given lies otherwise than at first."""
+        if len(given) != len(self.given):
+            return None
         names = _Names(self.start)
-        alike = len(given) == len(self.given) and all(
-            one.spec == other.spec and one.fills == other.fills and names.take(one, other)
-            for one, other in zip(self.given, given, strict=True)
-        )
-        return names if alike else None
+        storages, moved = names.storages, names.moved
+        for one, other in zip(self.given, given, strict=True):
+            # Compared as objects first: a pipeline makes thousands of them, and nearly all are one.
+            if one.spec is not other.spec and one.spec != other.spec:
+                return None
+            alike = (
+                one.fills == other.fills
+                and names.setdefault(one, other) is other
+                and storages.setdefault(one.storage, other.storage) == other.storage
+                and moved.setdefault(one.storage, other.offset - one.offset) == other.offset - one.offset
+            )
+            if not alike:
+                return None
+        return names
 
 
 class _Names(dict[Var, Var]):
@@ -200,39 +209,34 @@ class _Names(dict[Var, Var]):
 
     Args:
       start: Where the block began.
+
+    Attributes:
+      storages: The storages of what is given, by those of the block.
+      moved: By storage of the block, how many elements further on it is read.
     """
 
     def __init__(self, start: _Mark) -> None:
         super().__init__()
-        self._start = start
-        self._storages: dict[int, int] = {}
-        self._moved: dict[int, int] = {}  # by storage, how many elements further on it is read
+        self._variables, self._storages = start.variables, start.storages
+        self.storages: dict[int, int] = {}
+        self.moved: dict[int, int] = {}
         self._later = self._storages_later = 0
-
-    def take(self, one: Var, other: Var) -> bool:
-        """Let a variable take the place of a given one; whether that agrees with the others."""
-        moved = other.offset - one.offset
-        return (
-            self.setdefault(one, other) is other
-            and self._storages.setdefault(one.storage, other.storage) == other.storage
-            and self._moved.setdefault(one.storage, moved) == moved
-        )
 
     def begin(self, variable: int, storage: int) -> tuple[int, int]:
         """Number the variables that the copy makes, and their storages, from these on; return by how much later."""
-        self._later, self._storages_later = variable - self._start.variables, storage - self._start.storages
+        self._later, self._storages_later = variable - self._variables, storage - self._storages
         return self._later, self._storages_later
 
     def __missing__(self, var: Var) -> Var:
-        if var.index < self._start.variables:  # of the surroundings, and the same each time
+        if var.index < self._variables:  # of the surroundings, and the same each time
             return var
         storage, offset = var.storage, var.offset
-        if storage >= self._start.storages:
+        if storage >= self._storages:
             storage += self._storages_later
-        elif storage in self._storages:
-            storage, offset = self._storages[storage], offset + self._moved[storage]
-        self[var] = Var(var.index + self._later, var.spec, storage, offset, var.fills)
-        return self[var]
+        elif storage in self.storages:
+            storage, offset = self.storages[storage], offset + self.moved[storage]
+        self[var] = made = Var(var.index + self._later, var.spec, storage, offset, var.fills)
+        return made
 
     __call__ = dict.__getitem__
 

@@ -20,7 +20,7 @@ from ..tensors.aten import named_arguments
 from .program import Instr, Program, Var, live, map_vars
 from .template import calls_of
 
-__all__ = ["draws_among", "is_drawn", "shared_keys"]
+__all__ = ["draws_among", "inputs_behind", "is_drawn", "shared_keys"]
 
 _COPIES = frozenset({"aten::alias", "aten::clone", "aten::detach"})
 _DRAWS: Mapping[str, str] = MappingProxyType(
@@ -113,3 +113,13 @@ def _drawn_from(instr: Instr) -> tuple[Var, int]:
 
 def _site(instr: Instr) -> str:
     return str(instr.site or instr.op)
+
+
+def inputs_behind(program: Program, names: Iterable[str], variables: Iterable[Var]) -> list[str]:
+    """Return the names of the inputs that variables are computed from; none if part of the state plays a part."""
+    _, used = live([instr for instr in program.instrs if not instr.checks], variables)
+    return (
+        []
+        if used & {*program.slots}
+        else [n for n, var in zip(names, program.inputs, strict=True) if var in used]
+    )

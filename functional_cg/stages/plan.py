@@ -24,6 +24,7 @@ from .passes.rewrite import clears, range_tensor
 from .program import Instr, Program, Var, map_vars, vars_in
 from .schedule import Schedule, schedule
 from .template import Template
+from .together import Together
 
 __all__ = [
     "AtenPlan",
@@ -198,13 +199,7 @@ class AtenPlan:
         """Return the source of a call of the head, and of dropping variables after it."""
         if isinstance(instr.op, Template):
             name = self._functions.setdefault(instr.op, f"template_{len(self._functions)}")
-            given = dict.fromkeys(instr.inputs())
-            return [
-                f"given = [{', '.join(map(repr, instr.args[0]))}]",
-                *_dropped(var for var in given if var in dead),
-                f"{_target(instr.out, self._fixed)}{name}(given)",
-                *_dropped(var for var in dead if var not in given),
-            ]
+            return self._together.call(instr, name, dead)
         return self._in_line(instr, self._fixed, dead)
 
     def _in_line(self, instr: Instr, fixed: Collection[Var], dead: Iterable[Var]) -> list[str]:
@@ -217,14 +212,14 @@ class AtenPlan:
         dropped = template.known("dropped", dropped_in)
         lines = [
             f"def {name}(given):",
-            f"    [{', '.join(map(repr, template.given))}] = given",
+            f"    [{', '.join(map(repr, self._together.takes(template)))}] = given",
             "    given.clear()",
         ]
         lines += [f"    {text}" for text in _dropped(dropped.get(0, ()))]
         for number, instr in enumerate(template.calls, 1):
             self._sites[line + len(lines)] = instr.site
             lines += [f"    {text}" for text in self._in_line(instr, template.given, dropped.get(number, ()))]
-        return [*lines, f"    return [{', '.join(map(repr, template.results))}]"]
+        return [*lines, f"    return [{', '.join(map(repr, self._together.returns(template)))}]"]
 
     def _call(self, instr: Instr, op: Any) -> str:
         arguments = [self._literal(arg) for arg in instr.args]
@@ -271,7 +266,8 @@ class AtenPlan:
         lines = [self._constant_line(i) for i in sorted(plan.written_constants)]
         tail_vars = {var for instr in plan.fused for var in instr.inputs()} | {var for _, var in plan.commits}
         views = {var for instr in self._hoisted for var in instr.outputs()}
-        self.dropped = last_uses(head, {*tail_vars, *plan.outputs, *views})
+        kept = {*tail_vars, *plan.outputs, *views}
+        self.dropped, self._together = last_uses(head, kept), Together(head, kept, self._fixed)
         self._sites: dict[int, Location | None] = {}
 
         def tick(of: Instr | str, into: list[str], text: str = "tick()") -> None:

@@ -26,10 +26,10 @@ __all__ = [
     "Instr",
     "Program",
     "SlotRange",
+    "Twins",
     "Var",
     "highest",
     "highest_of",
-    "inputs_behind",
     "live",
     "map_arguments",
     "map_vars",
@@ -58,6 +58,16 @@ class Var:
 
     def __repr__(self) -> str:
         return f"t{self.index}"
+
+
+class Twins(dict[Var, Var]):
+    """Variables in place of others, each made when it is asked for."""
+
+    def __missing__(self, var: Var) -> Var:
+        self[var] = made = Var(var.index, var.spec, var.storage, var.offset, var.fills)
+        return made
+
+    __call__ = dict.__getitem__
 
 
 @dataclass(eq=False, slots=True)
@@ -130,6 +140,12 @@ class Instr:
         if self._outputs is None:
             self._outputs = tuple(vars_in(self.out))
         return self._outputs
+
+    def again(self, new: Callable[[Var], Var], region: tuple[str, int] | None) -> Instr:
+        """Return the call with other variables, for a region."""
+        (args, kwargs), out = map_arguments(new, self), map_vars(new, self.out)
+        told = map_vars(new, self.writes), self.site, self.backward, self.inner, self.origin
+        return Instr(self.op, args, kwargs, out, *told, region)
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         """Give the call other arguments."""
@@ -280,24 +296,13 @@ class Program:
 
     def twin(self) -> Program:
         """Return a copy with separate variables and calls, unaffected by rewrites of this program."""
-        twins: dict[Var, Var] = {}
-
-        def new(var: Var) -> Var:
-            if var not in twins:
-                twins[var] = replace(var)
-            return twins[var]
-
-        def twin(instr: Instr) -> Instr:
-            writes = tuple(map(new, instr.writes))
-            (args, kwargs), out = map_arguments(new, instr), map_vars(new, instr.out)
-            return replace(instr, args=args, kwargs=kwargs, out=out, writes=writes)
-
+        new = Twins()
         return replace(
             self,
             slots=list(map(new, self.slots)),
             inputs=list(map(new, self.inputs)),
             constants=[replace(constant, var=new(constant.var)) for constant in self.constants],
-            instrs=list(map(twin, self.instrs)),
+            instrs=[one.again(new, one.region) for one in self.instrs],
             new_state=list(map(new, self.new_state)),
             outputs=map_vars(new, self.outputs),
             reports=[replace(report, values=map_vars(new, report.values)) for report in self.reports],
@@ -330,8 +335,8 @@ def highest(program: Program) -> tuple[int, int]:
 
 def highest_of(instrs: Iterable[Instr], known: Iterable[Var] = ()) -> tuple[int, int]:
     """Return the highest variable and storage number among calls and ``known``; -1 if there are none."""
-    every = [*known, *(var for instr in instrs for var in (*instr.inputs(), *instr.outputs()))]
-    return max((var.index for var in every), default=-1), max((var.storage for var in every), default=-1)
+    every = {*known}.union(*(found for instr in instrs for found in (instr.inputs(), instr.outputs())))
+    return max([var.index for var in every], default=-1), max([var.storage for var in every], default=-1)
 
 
 def written_storages(instrs: Iterable[Instr]) -> set[int]:
@@ -349,24 +354,14 @@ def live(instrs: Sequence[Instr], results: Iterable[Var]) -> tuple[list[Instr], 
     storages = {var.storage for var in used}
     kept = []
     for instr in reversed(instrs):
-        reaches = any(var in used for var in instr.outputs())
-        reaches |= any(var.storage in storages for var in instr.writes)
+        reaches = not used.isdisjoint(instr.outputs())
+        reaches = reaches or any(var.storage in storages for var in instr.writes)
         if reaches or instr.checks or instr.op in TRANSFERS:
             kept.append(instr)
             used.update(instr.inputs())
-            storages.update(var.storage for var in instr.inputs())
+            storages.update([var.storage for var in instr.inputs()])
     kept.reverse()
     return kept, used
-
-
-def inputs_behind(program: Program, names: Iterable[str], variables: Iterable[Var]) -> list[str]:
-    """Return the names of the inputs that variables are computed from; none if part of the state plays a part."""
-    _, used = live([instr for instr in program.instrs if not instr.checks], variables)
-    return (
-        []
-        if used & {*program.slots}
-        else [n for n, var in zip(names, program.inputs, strict=True) if var in used]
-    )
 
 
 def vars_in(value: Any) -> list[Var]:
@@ -376,6 +371,8 @@ def vars_in(value: Any) -> list[Var]:
         return [value]
     found: list[Var] = []
     if kind is tuple or kind is list:
+        if {*map(type, value)} == {Var}:  # what a template is given, or returns
+            return [*value]
         for item in value:
             kind = type(item)
             if kind is Var:
@@ -391,7 +388,7 @@ def map_vars(function: Callable[[Var], Any], value: Any) -> Any:
     if kind is Var:
         return function(value)
     if kind is tuple or kind is list:
-        return kind([map_vars(function, item) for item in value])
+        return kind([function(one) if type(one) is Var else map_vars(function, one) for one in value])
     return value
 
 

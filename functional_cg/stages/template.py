@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from .program import Instr, Program, Var, live, map_arguments, map_vars
+from .program import Instr, Program, Twins, Var, live, map_arguments
 
-__all__ = ["Template", "calls_of", "made_again", "merge_given", "rename", "rewrite_templates", "unrolled"]
+__all__ = ["Template", "calls_of", "merge_given", "rename", "rewrite_templates", "unrolled"]
 
 
 class Template:
@@ -61,14 +61,8 @@ class Template:
         start: tuple[int, int],
     ) -> Template:
         """Return a template with variables and calls of its own, which no rewrite of the program reaches."""
-        twins: dict[Var, Var] = {}
-
-        def new(var: Var) -> Var:
-            if var not in twins:
-                twins[var] = replace(var)
-            return twins[var]
-
-        own = [made_again(one, new, one.region) for one in calls]
+        new = Twins()
+        own = [one.again(new, one.region) for one in calls]
         return cls(name, list(map(new, given)), own, list(map(new, results)), start)
 
     def with_calls(self, calls: Sequence[Instr], given: Sequence[Var], results: Sequence[Var]) -> Template:
@@ -129,17 +123,11 @@ class Template:
 
         number = 0 if call.region is None else call.region[1]
         for one in self.calls:
-            yield made_again(one, renamed, None if one.region is None else (one.region[0], number))
+            yield one.again(renamed, None if one.region is None else (one.region[0], number))
 
 
 def _written(template: Template) -> set[int]:
     return {var.storage for one in template.calls for var in one.writes}
-
-
-def made_again(one: Instr, new: Callable[[Var], Var], region: tuple[str, int] | None) -> Instr:
-    """Return a call with other variables, for a region."""
-    (args, kwargs), out, writes = map_arguments(new, one), map_vars(new, one.out), map_vars(new, one.writes)
-    return Instr(one.op, args, kwargs, out, writes, one.site, one.backward, one.inner, one.origin, region)
 
 
 def rewrite_templates(program: Program, act: Callable[[Program], None]) -> dict[Var, Var]:
@@ -238,7 +226,7 @@ class _Rewritten:
 
 def rename(instr: Instr, renamed: Mapping[Var, Var]) -> None:
     """Let a call read, and write, what takes the place of variables."""
-    if any(var in renamed for var in instr.inputs()):
+    if not renamed.keys().isdisjoint(instr.inputs()):
         instr.takes(*map_arguments(lambda var: renamed.get(var, var), instr))
         instr.writes = tuple(renamed.get(var, var) for var in instr.writes)
 

@@ -7,8 +7,10 @@ that nobody looks at.
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -46,7 +48,8 @@ class Variables:
         self._of: dict[int, Var] = {}
         self._numbers: dict[int, int] = {}
         self._memory: dict[int, Tensor] = {}  # by number of the storage, a tensor in it
-        self._alike: dict[int, int] = {}  # by number of a storage without tensors, that of one of its size
+        # Of storages without tensors: the number of the first, and those that have as many bytes, in order.
+        self._alike: list[tuple[int, range]] = []
         self._made: dict[Var, Tensor] = {}
 
     def get(self, tensor: Tensor) -> Var | None:
@@ -80,7 +83,7 @@ class Variables:
           The first of the variables' numbers, and the first of the storages'.
         """
         first = self.count, self.storages
-        self._alike.update(zip(range(self.storages, self.storages + len(storages)), storages, strict=True))
+        self._alike.append((self.storages, storages))
         self.count, self.storages = self.count + count, self.storages + len(storages)
         return first
 
@@ -102,7 +105,8 @@ class Variables:
         if memory is None and var.fills:
             return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
         if memory is None:
-            size = self._memory[self._alike[var.storage]].untyped_storage().nbytes()
+            start, storages = self._alike[bisect_right(self._alike, var.storage, key=itemgetter(0)) - 1]
+            size = self._memory[storages[var.storage - start]].untyped_storage().nbytes()
             memory = torch.empty(size, dtype=torch.uint8, device=spec.device)
         empty = torch.empty(0, dtype=spec.dtype, device=spec.device)
         return empty.set_(memory.untyped_storage(), var.offset, spec.shape, spec.stride)

@@ -6,11 +6,11 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["PIPELINES"]
 
-BITS, BLOCKS, TABLES, MISTAKES, COMPILED, JUDGES, EVALUATION, TEMPLATES, GROUPS, TRANSFERS = (
+BITS, BLOCKS, TABLES, MISTAKES, COMPILED, JUDGES, EVALUATION, TEMPLATES, GROUPS, TRANSFERS, TOGETHER = (
     f"tests/pipelines/test_{name}.py::"
     for name in (
         "bitwise", "blocks", "tables", "mistakes", "compiled", "other_judges", "evaluation", "templates",
-        "groups", "transfers",
+        "groups", "transfers", "together",
     )
 )  # fmt: skip
 SEVERAL = "it takes several GPUs, or none"
@@ -84,7 +84,7 @@ PIPELINES = (
     Mutant(
         "N112 copies",
         "the calls that a trace copies for a micro-batch read the data of the first one",
-        (("names.take(one, other)", "names.take(one, one)"),),
+        (("in zip(self.given, given, strict=True):", "in zip(self.given, self.given, strict=True):"),),
         (
             f"{BLOCKS}test_other_losses[with_views]",
             f"{BLOCKS}test_what_a_block_is_given_must_be_as_distinct_as_before",
@@ -142,17 +142,28 @@ PIPELINES = (
         (
             (
                 (
-                    "                *_dropped(var for var in given if var in dead),\n"
-                    '                f"{_target(instr.out, self._fixed)}{name}(given)",\n'
-                    "                *_dropped(var for var in dead if var not in given),\n"
+                    "            *self._dropped(var for var in given if var in gone),\n"
+                    '            *self._results(instr, f"{name}(given)"),\n'
+                    "            *self._dropped(var for var in dead if var not in given),\n"
                 ),
-                (
-                    '                f"{_target(instr.out, self._fixed)}{name}(given)",\n'
-                    "                *_dropped(dead),\n"
-                ),
+                ('            *self._results(instr, f"{name}(given)"),\n            *self._dropped(dead),\n'),
             ),
         ),
         (f"{TEMPLATES}test_a_template_frees_what_it_is_given_after_its_last_use",),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N112 lists",
+        "what a stage hands on to its backward is one list though some of it is read elsewhere, too",
+        (("len(readers[var]) == len(ends) and var not in kept for", "var not in kept for"),),
+        (f"{TOGETHER}test_what_the_same_calls_read_has_one_name[read once more-2]",),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N112 places",
+        "what two kinds of forwards hand on is taken from the same places, in the order of one of them",
+        (("if len(others) < len(ends):", "if False:"),),
+        (f"{TOGETHER}test_what_the_same_calls_read_has_one_name[two forwards-2]",),
         no_gpu=SEVERAL,
     ),
     Mutant(

@@ -16,7 +16,8 @@ import functional_cg as fcg
 from functional_cg.ambient.rehearsal import repeated, tensor_of
 from functional_cg.stages import blocks
 from functional_cg.stages.blocks import Blocks
-from functional_cg.stages.template import unrolled
+from functional_cg.stages.template import Template, unrolled
+from functional_cg.stages.trace.twice import refuse_another_call
 from functional_cg.testing import assert_trees_all_equal
 from tests.operations import COMMON
 from tests.pipelines.programs import CUTS, FEATURES, ONE, Run, made, rows
@@ -242,6 +243,38 @@ def test_what_a_block_is_given_must_be_as_distinct_as_before(recorded: Counter[i
     assert set(recorded.values()) == {2}
 
 
+@pytest.mark.parametrize(
+    ("pairs", "times"),
+    [
+        (lambda x, y: [(x[:2], x[2:]), (y[:2], y[2:])], 1),
+        (lambda x, y: [(x[:2], x[2:]), (x[:2], y[2:])], 2),  # in one storage, and then in two
+        (lambda x, y: [(x[:2], x[2:]), (x[2:], x[:2])], 2),  # moved in it by numbers that differ
+        (lambda x, y: [(x.clone(), y), (x.repeat(2)[:4], y)], 2),  # all of a storage, and then a part
+    ],
+)
+def test_what_a_block_is_given_must_lie_as_before(pairs: Any, times: int, recorded: Counter[int]) -> None:
+    def function(x: Tensor, y: Tensor) -> Any:
+        given = pairs(x, y)
+        found = [repeated("block", lambda g: [g[0] * 2 - g[1]], pair, n) for n, pair in enumerate(given)]
+        return [tensor_of(one) for (one,) in found]
+
+    x, y = torch.arange(4.0), torch.arange(4.0, 8.0)
+    assert_trees_all_equal(fcg.graph_fn(function, lowering="aten")(x, y), function(x, y))
+    assert set(recorded.values()) == {times}
+
+
+def test_a_block_that_is_given_something_else_in_a_second_trace_is_refused() -> None:
+    program = lowered(Run("1f1b", ("tied",), cuts=(1,)))
+    number = next(n for n, one in enumerate(program.instrs) if isinstance(one.op, Template))
+    instr = program.instrs[number]
+    refuse_another_call(program, number, instr)
+    first, second, *others = instr.args[0]
+    other = program.twin().instrs[number]
+    other.takes(([second, first, *others], *instr.args[1:]))
+    with pytest.raises(fcg.BakedValueError, match="two traces of it differ"):
+        refuse_another_call(program, number, other)
+
+
 def test_a_block_that_writes_what_it_is_given_is_recorded_each_time(recorded: Counter[int]) -> None:
     """The rules say what may be written, so they see each write."""
 
@@ -274,6 +307,28 @@ def test_results_of_blocks_are_tensors_where_one_is_asked_for() -> None:
 
     x = torch.arange(12.0).reshape(4, 3)
     assert_trees_all_equal(fcg.graph_fn(function, lowering="aten")(x), function(x))
+
+
+def test_memory_of_a_result_is_as_large_as_at_first() -> None:
+    """Of a part, before anybody asks for the whole; among blocks and values of other sizes."""
+    sizes = list[list[int]]()
+
+    def act(given: list[Tensor]) -> list[Tensor]:
+        wide = given[0].repeat(5)
+        return [wide.exp()[2:4], given[0].sin()[1:]]
+
+    def function(x: Tensor) -> Any:
+        found = [
+            (repeated("some", act, [row], n), repeated("others", act, [row.repeat(2)], n), row.neg())
+            for n, row in enumerate(x)
+        ]
+        parts = [[tensor_of(one) for one in (*some, *others)] for some, others, _ in found]
+        sizes.extend([one.untyped_storage().nbytes() for one in of_row] for of_row in parts)
+        return parts
+
+    x = torch.arange(12.0).reshape(4, 3)
+    assert_trees_all_equal(fcg.graph_fn(function, lowering="aten")(x), function(x))
+    assert sizes == [[60, 12, 120, 24]] * len(sizes)
 
 
 @thorough

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 import functional_cg as fcg
 from functional_cg import sharding
+from functional_cg.sharding.launch import end_groups
 from functional_cg.shards.collectives import ALL_REDUCE
 from tests.pipelines.programs import CUTS, TWO, Run, loss_of, made, params, rows
 from tests.sharding.ranks import on_ranks, outcomes
@@ -91,3 +95,42 @@ def test_sums_in_one_group_have_one_order_on_all_ranks_as_they_will_run() -> Non
         assert "stages of a pipeline do not fit together" in swapped.error
         assert "sum 0 over stages" in swapped.error
     on_ranks(2, of_swapped_sums, 2)
+
+
+def ended(how: str) -> tuple[list[str], Any, int]:
+    """In which order groups end that wait for each other; what is raised; and how many are left."""
+    mesh = sharding.mesh({"stage": 3}, device="cpu", timeout=20)
+    sharding.pipeline(mesh, microbatches=4)
+    mesh.ranks.part()  # the first one to go may hold the store with which others still make groups
+    others, order, end = len(groups()) - 1, list[str](), dist.destroy_process_group
+    together, first = threading.Barrier(others), threading.Lock()
+
+    def waiting(group: Any = None) -> None:
+        if group is not None and how != "in line":
+            together.wait(10)  # each ends only while all others do
+        end(group)
+        order.append("all" if group is None else "some")
+        if how == "raises" and group is not None and first.acquire(blocking=False):
+            raise ValueError("of the first")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "destroy_process_group", waiting)
+        if how == "in line":
+            patch.setattr(threading.Thread, "start", at_exit)
+        try:
+            end_groups()
+        except ValueError as error:
+            return order, str(error), len(groups())
+    return order, None, len(groups())
+
+
+def at_exit(_: threading.Thread) -> None:
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+
+@pytest.mark.parametrize("how", ["side by side", "in line", "raises"])
+def test_groups_end_side_by_side_and_the_one_of_all_ranks_last(how: str) -> None:
+    """In line only where Python starts no thread; each comes to its end, whatever another one raises."""
+    for rank, (order, raised, left) in enumerate(on_ranks(3, ended, how)):
+        assert order == ["some"] * (4 if rank == 1 else 2) + ["all"]
+        assert (raised, left) == ("of the first" if how == "raises" else None, 0)

@@ -20,6 +20,7 @@ from functional_cg import sharding
 from functional_cg.bench.ranks.jobs import SIZES, Job
 from functional_cg.bench.ranks.pipelines import SYSTEMS
 from functional_cg.bench.ranks.rounds import held_gib
+from functional_cg.sharding.launch import end_groups
 from functional_cg.testing import assert_trees_all_equal
 from tests.pipelines.programs import CUTS, ONE, TWO, Run, made, rows
 from tests.pipelines.test_bitwise import assert_as_on_one_rank
@@ -88,7 +89,7 @@ def trained_long(run: Run, axes: Mapping[str, int], device: str, calls: int) -> 
     start = time.perf_counter()
     step.close()
     if dist.is_initialized():
-        dist.destroy_process_group()
+        end_groups()
     return found, starting_with(seen, ("cudaGraphLaunch", "cuGraphLaunch")), time.perf_counter() - start
 
 

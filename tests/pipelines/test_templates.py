@@ -145,6 +145,22 @@ def test_what_is_said_of_a_program_is_what_is_said_of_its_calls(run: Run) -> Non
             assert found[0](var) == found[1](var)
 
 
+def test_all_that_a_checked_result_is_made_of_is_checked() -> None:
+    """By a template, too: an index is out of range because of either of the two that it is a sum of."""
+
+    def function(x: Tensor, y: Tensor, i: Tensor, j: Tensor) -> Any:
+        pairs = [(x.long(), y.long()), (i, j)]
+        out = [repeated("block", lambda g: [g[0] + g[1], g[1] * 2], pair, n) for n, pair in enumerate(pairs)]
+        return x[tensor_of(out[1][0])], tensor_of(out[1][1])
+
+    x, i = torch.ones(3), torch.tensor([0, 1, 2])
+    program = fcg.graph_fn(function, lowering="aten").lower(x, x + 1, i, i - 1).reference.program
+    assert templates_of(program)
+    assert (
+        Unchecked.of(program).inputs == Unchecked.of(unrolled(program)).inputs == (True, True, False, False)
+    )
+
+
 @each_variant
 def test_a_rewritten_program_makes_the_calls_of_one_that_is_recorded(
     run: Run, monkeypatch: pytest.MonkeyPatch

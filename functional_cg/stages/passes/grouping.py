@@ -171,6 +171,8 @@ def _sections(instrs: Sequence[Instr], op: object) -> Iterator[list[_Item]]:
     No collective of a run needs the result of another: in a step with two gradients, the gathers of the second depend
     on those of the first.
     """
+    if not any(instr.op is op for instr in instrs):
+        return
     found: list[_Item] = []
     depth: dict[Var, int] = {}  # number of such collectives that a value depends on in sequence
     for place, instr in enumerate(instrs):

@@ -33,9 +33,9 @@ from ...tensors.overlap import storage_key
 from ...transforms.debug import REPORTS
 from ...tree import KeyPath, path_string
 from ..blocks import Blocks
-from ..keys import is_drawn
+from ..keys import inputs_behind, is_drawn
 from ..kinds import not_strided, refuse_layouts, refuse_mixed_dtypes
-from ..program import Constant, Instr, Program, Report, Var, inputs_behind
+from ..program import Constant, Instr, Program, Report, Var
 from ..variables import History, Reference, Variables
 from .host import taken_as_valid
 from .known import BY_NUMBER, Supposed, as_filling, aside_from_modes, by_places, filled, result_of, value_of

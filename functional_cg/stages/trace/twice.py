@@ -20,10 +20,13 @@ __all__ = ["refuse_another_call", "refuse_another_literal", "refuse_another_resu
 
 
 def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Var) and isinstance(b, Var):
-        return a.index == b.index
-    if type(a) is not type(b):
+    kind = type(a)
+    if kind is not type(b):
         return False
+    if kind is Var:
+        return bool(a.index == b.index)
+    if kind is list and {*map(type, a), *map(type, b)} == {Var}:  # what a template is given
+        return [var.index for var in a] == [var.index for var in b]
     if isinstance(a, float):
         return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (math.isnan(a) and math.isnan(b))
     if isinstance(a, (list, tuple)):

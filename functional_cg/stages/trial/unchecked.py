@@ -100,26 +100,25 @@ class _Again:
     """What a call of a template does: a call for each of its results, told only if one of them is checked.
 
     Attributes:
-      made: The storages of its results.
+      made: By storage of its results, which of what it is given they are computed from.
+      given: The storages of what it is given.
       checked: Those of what it is given that it may refuse.
     """
 
-    instr: Instr
-    made: frozenset[int]
+    made: dict[int, Sequence[int]]
+    given: Sequence[int]
     checked: frozenset[int]
 
     @classmethod
     def of(cls, instr: Instr) -> _Again:
-        checked, _ = instr.op.known("unchecked", _summary)
-        given = instr.args[0]
-        made = frozenset([var.storage for var in instr.out])
-        return cls(instr, made, frozenset([given[number].storage for number in checked]))
+        checked, reads = instr.op.known("unchecked", _summary)
+        given = [var.storage for var in instr.args[0]]
+        made = {instr.out[place].storage: of for place, of in reads}
+        return cls(made, given, frozenset([given[number] for number in checked]))
 
     def read_for(self, checked: set[int]) -> set[int]:
         """Return the storages that checked results are computed from."""
-        _, reads = self.instr.op.known("unchecked", _summary)
-        given, results = self.instr.args[0], zip(self.instr.out, reads, strict=True)
-        return {given[number].storage for var, read in results if var.storage in checked for number in read}
+        return {self.given[number] for one in self.made.keys() & checked for number in self.made[one]}
 
 
 def _in_reverse(instrs: Sequence[Instr]) -> list[_Call | _Again]:
@@ -129,15 +128,16 @@ def _in_reverse(instrs: Sequence[Instr]) -> list[_Call | _Again]:
     ]
 
 
-def _summary(template: Template) -> tuple[Sequence[int], list[Sequence[int]]]:
-    """Return which of what a template is given is checked, and which each of its results is computed from."""
+def _summary(template: Template) -> tuple[Sequence[int], list[tuple[int, Sequence[int]]]]:
+    """Return which of what a template is given is checked, and, for a result in each storage, what it is made of."""
     calls, given = _in_reverse(template.calls), [var.storage for var in template.given]
 
     def among(storages: set[int]) -> Sequence[int]:
         return [number for number, one in enumerate(given) if one in storages]
 
-    checked = among(_computed_from(calls, set()))
-    return checked, [among(_computed_from(calls, {var.storage})) for var in template.results]
+    places = {var.storage: place for place, var in enumerate(template.results)}
+    made = [(place, among(_computed_from(calls, {storage}))) for storage, place in places.items()]
+    return among(_computed_from(calls, set())), made
 
 
 def _computed_from(calls: Iterable[_Call | _Again], checked: set[int]) -> set[int]:

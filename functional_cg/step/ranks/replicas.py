@@ -88,6 +88,8 @@ def refuse_divergence(
     Raises:
       RankError: Naming each such leaf, and what it is computed from.
     """
+    if not mesh.wide:
+        return  # no two ranks hold the same leaf whole, or shards of one
     differs, own_data = _on_all_stages(program, specs, names, mesh, others)
     rows, patchworks = [], []
     leaves = zip(program.slot_names, specs, program.slots, program.new_state, strict=False)
@@ -207,14 +209,15 @@ def _followed(
             given = {place: those for place, var in enumerate(instr.args[0]) if (those := of(var))}
             told = dict.fromkeys(others.get(number, ()), f"a number of Python in {instr.op}")
             lies = {var.storage for var in instr.args[0]}
-            for var, read in zip(instr.out, instr.op.known("reads", _reads), strict=True):
+            for read, places in instr.op.known("reads", _reads).items() if given or told else ():
                 found = told.copy()
                 for place in sorted(given.keys() & read):
                     found = given[place] | found
-                if var.storage in lies:
-                    views[var] = found
-                else:
-                    add(var, found)
+                for var in (instr.out[place] for place in places) if found else ():
+                    if var.storage in lies:
+                        views[var] = found
+                    else:
+                        add(var, found)
             continue
         found = {}
         for var in () if takes_layout(instr.op) else instr.inputs():
@@ -242,8 +245,8 @@ def _followed(
     return of
 
 
-def _reads(template: Template) -> list[set[int]]:
-    """Return of which given values each result of a template is computed."""
+def _reads(template: Template) -> dict[frozenset[int], list[int]]:
+    """Return the results of a template by the given values of which they are computed."""
     of: dict[int, set[int]] = {}  # by storage
     views: dict[Var, set[int]] = {}
     for place, var in enumerate(template.given):
@@ -257,7 +260,10 @@ def _reads(template: Template) -> list[set[int]]:
             views.setdefault(var, set()).update(found) if var.storage in lies else of.setdefault(
                 var.storage, set()
             ).update(found)
-    return [views.get(var) or of[var.storage] for var in template.results]
+    results: dict[frozenset[int], list[int]] = {}
+    for place, var in enumerate(template.results):
+        results.setdefault(frozenset(views.get(var) or of[var.storage]), []).append(place)
+    return results
 
 
 def _word_of(instr: Instr) -> str:
