@@ -1,5 +1,6 @@
 """The fake mode of a trace: consistent between runs, and silent. The torch names it uses are private."""
 
+import inspect
 import logging
 import threading
 from typing import Any
@@ -38,6 +39,76 @@ def test_op_that_returns_one_tensor_twice_is_traced_alike_with_and_without_the_c
         new, metrics = step(fcg.place(state), x)
         assert_trees_all_equal(fcg.snapshot(new), fcg.snapshot(expected))
         assert_trees_all_equal(metrics, wanted)
+
+
+def test_torch_still_asks_for_the_key_of_a_result_as_the_mode_of_a_trace_makes_it():
+    torchs, ours = (one._prep_args_for_hash for one in (fake_tensor.FakeTensorMode, FakeMode))
+    assert [*inspect.signature(torchs).parameters] == [*inspect.signature(ours).parameters]
+    with FakeMode() as mode:
+        key = mode._cache_key(
+            fake_tensor._CacheKeyState(None), torch.ops.aten.add.Tensor, (torch.ones(3), torch.ones(3)), {}
+        )
+    assert any(isinstance(entry, tuple) and torch.Size([3]) in entry for entry in key.key)
+
+
+# What a result may depend on: each of these tensors differs from another one in a single thing.
+TENSORS = {
+    "plain": lambda: torch.empty(4, 6),
+    "another dtype": lambda: torch.empty(4, 6, dtype=torch.float64),
+    "another shape": lambda: torch.empty(6, 4),
+    "one row more": lambda: torch.empty(5, 6),
+    "other strides": lambda: torch.empty(6, 4).t(),
+    "with gaps": lambda: torch.empty(4, 12)[:, ::2],
+    "further on": lambda: torch.empty(40)[16:].view(4, 6),
+    "in more memory": lambda: torch.empty(40)[:24].view(4, 6),
+    "one row more in that memory": lambda: torch.empty(40)[:30].view(5, 6),
+    "on another device": lambda: torch.empty(4, 6, device="meta"),
+    "expanded": lambda: torch.empty(6).expand(4, 6),
+    "complex": lambda: torch.empty(4, 6, dtype=torch.complex64),
+    "conjugate": lambda: torch.empty(4, 6, dtype=torch.complex64).conj(),
+    "negative": lambda: torch._neg_view(torch.empty(4, 6)),
+}
+CALLS_OF_ONE = {
+    "sum": lambda x: x.sum(0),
+    "double": lambda x: x * 2,
+    "with a number": lambda x: x + 1.5,
+    "with another": lambda x: x + 1,
+    "to float": lambda x: x.to(torch.complex128),
+    "flat": lambda x: x.reshape(-1),
+    "clone": torch.clone,
+    "transposed": lambda x: x.t(),
+    "first rows": lambda x: x[:2],
+    "stacked": lambda x: torch.cat([x, x]),
+    "stacked beside": lambda x: torch.cat([x, x], 1),
+    "split": lambda x: x.split(2),
+    "zeros": torch.zeros_like,
+}
+
+
+def layouts(x):
+    def of(one):
+        facts = (
+            one.shape,
+            one.stride(),
+            one.storage_offset(),
+            one.dtype,
+            one.device,
+            one.is_conj(),
+            one.is_neg(),
+        )
+        return *facts, one.untyped_storage().nbytes(), one._is_view()
+
+    return [of(one) for one in (x if isinstance(x, tuple | list) else (x,))]
+
+
+@pytest.mark.parametrize("call", CALLS_OF_ONE.values(), ids=CALLS_OF_ONE)
+def test_a_result_from_the_cache_is_that_of_these_arguments(call):
+    """Each after all the others, so that a key that leaves something out finds the result of another tensor."""
+    with FakeMode() as mode:
+        with fake_tensor.disable_fake_tensor_cache(mode):
+            expected = {name: layouts(call(make())) for name, make in TENSORS.items()}
+        for _ in range(2):
+            assert {name: layouts(call(make())) for name, make in TENSORS.items()} == expected
 
 
 class Kept(logging.Handler):

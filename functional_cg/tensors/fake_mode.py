@@ -32,6 +32,9 @@ _NOT_CACHED = frozenset(
 # taken for one on the meta device.
 _ZERO_TANGENT = torch.ops.aten._efficientzerotensor.default
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+_AS_THEY_ARE = frozenset(
+    {bool, complex, float, int, str, type(None), torch.dtype, torch.device, torch.layout}
+)
 
 
 class FakeMode(fake_tensor.FakeTensorMode):
@@ -60,6 +63,34 @@ class FakeMode(fake_tensor.FakeTensorMode):
         out = self._strides.correct(func, args, kwargs, out, self._empty)
         return _without_masked(func, args, kwargs, out) if _has_mask(func) else out
 
+    def _prep_args_for_hash(
+        self, result: list[object], args: Any, state: Any, id_hashed_objects: list[object]
+    ) -> None:
+        """Append to the key of a cached result what the result depends on, as torch does, in a fifth of the time.
+
+        Torch takes a tensor apart into some thirty entries; here it is one. That was a third of a trace.
+        """
+        if isinstance(args, dict):
+            super()._prep_args_for_hash(result, args, state, id_hashed_objects)
+            return
+        if isinstance(args, list | tuple):
+            result += (type(args), len(args))
+        for arg in args:
+            kind = type(arg)
+            if kind in _AS_THEY_ARE:
+                result += (kind, arg)
+            elif kind is fake_tensor.FakeTensor and self._is_dense(arg):
+                result.append(_layout(arg))
+            elif isinstance(arg, list | tuple):
+                self._prep_args_for_hash(result, arg, state, id_hashed_objects)
+            else:
+                super()._prep_args_for_hash(result, (arg,), state, id_hashed_objects)
+
+    def _is_dense(self, tensor: Any) -> bool:
+        """Whether a tensor is of this mode, has no known value, and is described by its layout in memory."""
+        ours = tensor.fake_mode is self and tensor.constant is None
+        return ours and tensor.layout is torch.strided and not tensor._has_symbolic_sizes_strides
+
     def forget(self) -> None:
         """Drop torch's own weak references to the tensors of this mode, which may then be swapped."""
         self.fake_tensor_converter.meta_converter.tensor_memo.clear()
@@ -67,6 +98,15 @@ class FakeMode(fake_tensor.FakeTensorMode):
     def _empty(self, shape: Sequence[int], stride: Sequence[int], like: Tensor) -> Tensor:
         with self:
             return torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
+
+
+def _layout(tensor: Any) -> tuple[object, ...]:
+    """Return all that a cached result may depend on of a dense tensor without values."""
+    return (
+        tensor.dtype, tensor.fake_device, tensor.shape, tensor.stride(), tensor.storage_offset(),
+        tensor.untyped_storage().nbytes(), tensor.requires_grad, tensor.is_conj(), tensor.is_neg(),
+        tensor.is_inference(), tensor.is_quantized,
+    )  # fmt: skip
 
 
 @cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from ..program import Var
 
@@ -20,8 +19,11 @@ def by_itself(tensor: Tensor) -> Tensor:
     if not tensor.numel():
         return tensor
     span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = from_dlpack(tensor.as_strided((span,), (1,)).view(torch.uint8))
-    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    start = tensor.storage_offset() * tensor.itemsize
+    memory = tensor.untyped_storage()[start : start + span * tensor.itemsize]  # keeps the slab alive
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        memory, 0, tensor.shape, tensor.stride()
+    )
 
 
 def like(var: Var) -> Tensor:
