@@ -131,6 +131,11 @@ def conv_net(p: dict[str, Tensor], x: Tensor) -> Tensor:
     return F.conv2d(h, p["a"]).square().mean()
 
 
+def swish_net(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    h = F.silu(F.batch_norm(F.conv2d(x, p["a"]), None, None, p["w"], p["b"], training=True))
+    return F.conv2d(h, p["a"]).square().mean()
+
+
 def pooled_net(p: dict[str, Tensor], x: Tensor) -> Tensor:
     h = F.relu(F.batch_norm(F.conv2d(x, p["a"]), None, None, p["w"], p["b"], training=True))
     return F.max_pool2d(h, 2).square().mean()
@@ -146,6 +151,7 @@ def linear_net(p: dict[str, Tensor], x: Tensor) -> Tensor:
     [
         pytest.param(conv_net, 300, False, id="conv, large"),
         pytest.param(conv_net, 100, True, id="conv, in cache"),
+        pytest.param(swish_net, 300, True, id="conv, and the activation's gradient wants the norm"),
         pytest.param(linear_net, 300, True, id="linear, large"),
         pytest.param(linear_net, 100, True, id="linear, in cache"),
         pytest.param(pooled_net, 300, True, id="pool, large"),

@@ -2,11 +2,11 @@
 
 A kept value costs its memory, and its memory traffic: one read, and one write if the forward would otherwise not store
 it. A recomputed value costs memory traffic only if it must be stored: an elementwise chain between two kernels is free,
-the argument of a matrix product is written and read. So are the values that it is made from read, unless a kernel that
-reads them anyway can store it: one that does not wait for that product. The gradient of a convolution waits for the
-call that reads its argument, the gradient of a linear layer does not. The choice with the lowest total is a minimum cut
-between what the forward must compute and what the backward reads. A parameter, the price of traffic, trades time for
-memory.
+the argument of a matrix product is written and read. What it is made from is read for it alone, unless a kernel that
+reads that anyway can store it: one that does not wait for the product. The gradient of a convolution's argument comes
+from the call that reads the argument, that of a linear layer from another one. The choice with the lowest total is a
+minimum cut between what the forward must compute and what the backward reads. A parameter, the price of traffic, trades
+time for memory.
 
 Only elementwise calls, casts and normalizations with known statistics are recomputed. Along a chain of them, at most
 one call may read a value from before the last product, convolution or the like: a residual stream is a sum over all
@@ -33,7 +33,7 @@ from .normalized import normalized
 __all__ = ["Choice", "Forward", "is_cheap", "is_fused", "recomputed", "stored"]
 
 _LONG = 64  # calls in a chain of recomputed values
-_NEAR = 24 * 2**20  # bytes of which the next call finds most in a GPU's cache: about half of its L2
+_NEAR = 25 * 2**20  # bytes of which the next call finds most in the cache of a GPU: half of the L2 of an H100
 _CAST = torch.ops.aten._to_copy.default
 # Elementwise ops that torch does not tag as such, and those that make a value of nothing.
 _UNTAGGED = frozenset(
@@ -185,16 +185,43 @@ def _recipes(program: Program, forward: Forward, large: int) -> dict[int, Instr]
 
 
 def _read_alone(
-    program: Program, recipes: Mapping[int, Instr], forward: Forward, in_memory: Container[int]
+    program: Program, recipes: dict[int, Instr], forward: Forward, in_memory: Container[int]
 ) -> dict[int, dict[int, int]]:
     """Return what the calls that recompute a storage in memory read for it alone: storages, each with its bytes.
 
-    A call that a compiler does not fuse waits for what it reads. What is recomputed for it shares a read with a fused
-    call only if that call does not wait for it in turn.
+    Such a call shares a read with a fused call that need not wait for what reads the storage. And it reads for more
+    than the storage if the backward wants what that is made from, too.
     """
-    first: dict[int, int] = {}  # for each storage, a bit for the first call that reads it from memory
-    waits: dict[int, int] = {}  # for each storage, such calls that it waits for
-    shared: dict[int, int] = {}  # for each storage, those that all fused calls which read it wait for
+    first, shared = _waiting(program, recipes)
+    makes: dict[int, set[int]] = {}  # for each storage, those that are recomputed from it and wanted
+    for one, instr in reversed(recipes.items()):  # what is made from it comes after it
+        if one in forward.needed or makes.get(one):
+            for var in instr.inputs():
+                makes.setdefault(var.storage, set()).add(one)
+    reads: dict[int, dict[int, int]] = {}
+    for one, call in first.items():
+        front, seen = [one], set[int]()
+        while front:
+            made = front.pop()
+            sources = {var.storage: var.spec.nbytes for var in recipes[made].inputs()}
+            for source in sources.keys() - seen:
+                seen.add(source)
+                if not shared.get(source, -1) & call:
+                    continue
+                if source in recipes and source not in in_memory:
+                    if source not in forward.needed and makes[source] == {made}:
+                        front.append(source)
+                elif source in forward.place:
+                    reads.setdefault(one, {})[source] = sources[source]
+    return reads
+
+
+def _waiting(program: Program, recipes: Mapping[int, Instr]) -> tuple[dict[int, int], dict[int, int]]:
+    """Return the first call of the backward that reads each of some storages from memory, as a bit, and for each
+    storage the bits of such calls that all fused calls which read it wait for."""
+    first: dict[int, int] = {}
+    waits: dict[int, int] = {}  # for each storage, the bits of what makes it and of what that waits for
+    shared: dict[int, int] = {}
     bit = 1
     for instr in (instr for instr in program.instrs if instr.backward):
         storages = {var.storage for var in instr.inputs()}
@@ -207,20 +234,7 @@ def _read_alone(
             before, bit = before | bit, bit << 1
         for var in instr.outputs():
             waits[var.storage] = waits.get(var.storage, 0) | before
-    reads: dict[int, dict[int, int]] = {}
-    for one, call in first.items():
-        front, seen = [one], set[int]()
-        while front:
-            sources = {var.storage: var.spec.nbytes for var in recipes[front.pop()].inputs()}
-            for source in sources.keys() - seen:
-                seen.add(source)
-                if not shared.get(source, -1) & call:
-                    continue
-                if source in recipes and source not in in_memory:
-                    front.append(source)
-                elif source in forward.place:
-                    reads.setdefault(one, {})[source] = sources[source]
-    return reads
+    return first, shared
 
 
 def _at_hand_until(program: Program) -> dict[int, int]:
