@@ -123,6 +123,17 @@ def test_an_installed_library_that_compares_classes_is_refused(library: Any) -> 
         fcg.graph_fn(lambda x: x * (2.0 if library.compared(x) else 3.0))(torch.ones(2))
 
 
+def test_the_type_may_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the message advises."""
+
+    def f(x: Any) -> Any:
+        print(type(x))
+        return x * 2
+
+    assert torch.equal(fcg.graph_fn(f)(torch.ones(2)), torch.full((2,), 2.0))
+    assert "Tensor" in capsys.readouterr().out
+
+
 class Marked(torch.Tensor):
     """A tensor whose class says what it is."""
 

@@ -267,7 +267,7 @@ class HostState:
                 "asks for the type of a tensor.",
                 rows=[str(site) for site in dict.fromkeys(reads.asked_types)],
                 why="The tensors of a trace are of another class: the answer would be baked in, and wrong.",
-                fix="`isinstance(x, torch.Tensor)`.",
+                fix="`isinstance(x, torch.Tensor)`; to look at it, `print(type(x))`, by itself.",
             )
         if reads.threads:
             raise SideEffectError.of(
