@@ -127,7 +127,7 @@ def test_the_type_may_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
     """As the message advises."""
 
     def f(x: Any) -> Any:
-        print(type(x))
+        print(type(x))  # noqa: T201
         return x * 2
 
     assert torch.equal(fcg.graph_fn(f)(torch.ones(2)), torch.full((2,), 2.0))
