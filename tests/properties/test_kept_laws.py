@@ -7,8 +7,10 @@ bytes, and slices, of which torch may keep what is computed from them.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from typing import Any
 
 import hypothesis
@@ -24,6 +26,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 import functional_cg as fcg
 from functional_cg.stages.lower.compiled import prepare
+from functional_cg.stages.passes.min_cut import _Network
 from functional_cg.stages.program import Program
 from tests.operations import COMMON
 
@@ -180,3 +183,42 @@ def test_these_kept_more_once(name: str, calls: Sequence[tuple[str, int, int]]) 
     loss = loss_of(name, calls)
     assert kept(prepared(loss)) <= kept_by_torch(loss)
     assert kept_by_torch(loss) > 0
+
+
+@st.composite
+def networks(draw: Callable[[Any], Any]) -> Any:
+    """Costs to keep and to compute each of some values, what each is made from, costs of reads, and what is needed."""
+    count = draw(st.integers(2, 5))
+    cost = st.integers(0, 9)
+    keep = [draw(cost) for _ in range(count)]
+    compute = [draw(st.one_of(cost, cost, st.just(math.inf))) for _ in range(count)]
+    made = [draw(st.sets(st.integers(0, number - 1))) if number else set() for number in range(count)]
+    reads = {(a, b): draw(cost) for b in range(count) for a in range(b)}
+    return keep, compute, made, reads, draw(st.sets(st.integers(0, count - 1), min_size=1))
+
+
+@hypothesis.settings(max_examples=200)
+@given(networks())
+def test_no_choice_costs_less(drawn: Any) -> None:
+    """Each choice of what is computed again: the rest of what is needed, or made from, is kept."""
+    keep, compute, made, reads, needed = drawn
+    network = _Network()
+    for one in range(len(keep)):
+        network.keep(one, keep[one])
+        network.compute(one, compute[one])
+        for source in made[one] if compute[one] < math.inf else ():
+            network.connect(source, one)
+    for (source, one), cost in reads.items():
+        network.read(source, one, cost)
+    for one in needed:
+        network.need(one)
+
+    def total(again: set[int]) -> float:
+        kept = (needed | {source for one in again for source in made[one]}) - again
+        read = sum(cost for (source, one), cost in reads.items() if one in again and source not in again)
+        return sum(keep[one] for one in kept) + sum(compute[one] for one in again) + read
+
+    again, kept = network.cheapest()
+    assert kept >= (needed | {source for one in again for source in made[one]}) - again
+    choices = (set(some) for size in range(len(keep) + 1) for some in combinations(range(len(keep)), size))
+    assert total(again) == min(map(total, choices))

@@ -328,7 +328,8 @@ class _Network:
 
         apart: Any = nx.Graph()
         apart.add_nodes_from(self._keep)
-        apart.add_edges_from((a, b) for a, targets in self._edges.items() for b in targets)
+        for edges in (self._edges, self._reads):
+            apart.add_edges_from((a, b) for a, targets in edges.items() for b in targets)
         again: set[int] = set()
         kept: set[int] = set()
         for part in nx.connected_components(apart):
