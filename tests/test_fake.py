@@ -82,6 +82,9 @@ CALLS_OF_ONE = {
     "stacked beside": lambda x: torch.cat([x, x], 1),
     "split": lambda x: x.split(2),
     "zeros": torch.zeros_like,
+    "another row": lambda x: x.select_scatter(torch.zeros_like(x[0]), 0, 1),
+    "other rows": lambda x: x.slice_scatter(torch.zeros_like(x[:2]), 0, 1, 3),
+    "another diagonal": lambda x: x.diagonal_scatter(torch.zeros_like(x.diagonal())),
 }
 
 

@@ -94,6 +94,14 @@ def by_its_name(x):
 
 def compared(x):
     return type(x) is torch.Tensor
+
+
+def compared_with_several(x):
+    return type(x) in (torch.Tensor, torch.nn.Parameter)
+
+
+def compared_with_others(x):
+    return type(x) not in {list, tuple}
 """
 
 
@@ -108,7 +116,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("choosing_library")
 
 
-@pytest.mark.parametrize("name", ["looked_up", "by_its_text", "by_its_name"])
+@pytest.mark.parametrize("name", ["looked_up", "by_its_text", "by_its_name", "compared_with_others"])
 def test_an_installed_library_may_ask_since_it_falls_back_on_isinstance(library: Any, name: str) -> None:
     """As transformers asks for its outputs (``str(type(x))``), and einops for its backends (a table)."""
     ask = getattr(library, name)
@@ -118,9 +126,12 @@ def test_an_installed_library_may_ask_since_it_falls_back_on_isinstance(library:
     )
 
 
-def test_an_installed_library_that_compares_classes_is_refused(library: Any) -> None:
+@pytest.mark.parametrize("name", ["compared", "compared_with_several"])
+def test_an_installed_library_that_compares_classes_is_refused(library: Any, name: str) -> None:
+    ask = getattr(library, name)
+    assert ask(torch.ones(2))
     with pytest.raises(fcg.CaptureError, match="asks for the type"):
-        fcg.graph_fn(lambda x: x * (2.0 if library.compared(x) else 3.0))(torch.ones(2))
+        fcg.graph_fn(lambda x: x * (2.0 if ask(x) else 3.0))(torch.ones(2))
 
 
 def test_the_type_may_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,11 +21,16 @@ from .kernel_strides import KernelStrides
 __all__ = ["FakeMode", "aside_on_fakes", "compiler_mode", "without_log"]
 
 # The fake mode's cache would return two tensors where an op returns one tensor as two results, and a tensor at the
-# beginning of its memory where the op returns one that lies in it as another does: the tangent of a view.
+# beginning of its memory where the op returns one that lies in it as another does: the tangent of a view, or a copy of a
+# view with another part.
 _NOT_CACHED = frozenset(
     {
         torch.ops.aten.mkldnn_rnn_layer_backward.default,
         torch.ops.aten._new_zeros_with_same_feature_meta.default,
+        torch.ops.aten.as_strided_scatter.default,
+        torch.ops.aten.diagonal_scatter.default,
+        torch.ops.aten.select_scatter.default,
+        torch.ops.aten.slice_scatter.default,
     }
 )
 # The tangent of a constant. What torch skips for such a tensor, it skips in a replay too; as a fake tensor it would be

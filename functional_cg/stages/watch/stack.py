@@ -227,14 +227,15 @@ class Stack:
     def asks_for_type(self, value: Any, *, among: Any = UNKNOWN) -> None:
         """Record that the user's code uses the type of a traced tensor, which is not that of ordinary ones.
 
-        An installed library may: it is written for tensors of any class, and falls back on ``isinstance`` where it
-        does not find one by its name or in a table.
+        An installed library may ask for its name or look it up in a table: it is written for tensors of any class,
+        and falls back on ``isinstance`` where it finds none. To ask whether it is one of a few is to compare.
 
         Args:
           value: What is used: matters if it is that type.
           among: A container that it is looked for in; does not matter if it holds neither of the two.
         """
-        if self.own and value is FakeTensor and not is_installed(self.code.co_filename):
+        compares = issubclass(type(among), list | tuple | set | frozenset)
+        if self.own and value is FakeTensor and (compares or not is_installed(self.code.co_filename)):
             opaque = among is UNKNOWN or not is_container(among)
             if opaque or holds(among, Tensor) or holds(among, FakeTensor):
                 self.reads.asks_for_type()
