@@ -52,6 +52,7 @@ OTHER_TYPES: dict[str, Callable[[Any], Any]] = {
     "no node of a table": lambda x: CONTAINERS.get(type(x), 5.0),
     "another class": lambda x: type(x) is list or type(x) == dict,  # noqa: E721
     "one class": lambda x: type(x) is type(x * 2) and type(x) == type(x + 1),  # noqa: E721
+    "other classes": lambda x: [type(x)] == [list] or {type(x)} <= {list, dict},
     "tensors compared": lambda x: 2.0 if [x, 3] == [x, 4] else 1.0,
     "the type of a number": lambda x: float in (float, int) and float.__name__ == "float",
 }
@@ -100,8 +101,12 @@ def compared_with_several(x):
     return type(x) in (torch.Tensor, torch.nn.Parameter)
 
 
+def compared_all_at_once(x):
+    return [type(one) for one in (x, x)] == [torch.Tensor] * 2
+
+
 def compared_with_others(x):
-    return type(x) not in {list, tuple}
+    return type(x) not in {list, tuple} and [type(x)] == [type(x * 2)]
 """
 
 
@@ -126,7 +131,7 @@ def test_an_installed_library_may_ask_since_it_falls_back_on_isinstance(library:
     )
 
 
-@pytest.mark.parametrize("name", ["compared", "compared_with_several"])
+@pytest.mark.parametrize("name", ["compared", "compared_with_several", "compared_all_at_once"])
 def test_an_installed_library_that_compares_classes_is_refused(library: Any, name: str) -> None:
     ask = getattr(library, name)
     assert ask(torch.ones(2))

@@ -21,8 +21,8 @@ from .kernel_strides import KernelStrides
 __all__ = ["FakeMode", "aside_on_fakes", "compiler_mode", "without_log"]
 
 # The fake mode's cache would return two tensors where an op returns one tensor as two results, and a tensor at the
-# beginning of its memory where the op returns one that lies in it as another does: the tangent of a view, or a copy of a
-# view with another part.
+# beginning of its memory where the op returns one that lies in it as another does: the tangent of a view, or a copy
+# of a view with another part.
 _NOT_CACHED = frozenset(
     {
         torch.ops.aten.mkldnn_rnn_layer_backward.default,

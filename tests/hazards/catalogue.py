@@ -1056,10 +1056,11 @@ HAZARDS = (
          "modes::test_a_mode_for_a_part_of_a_step_is_refused", "modes::test_one_that_no_kernel_asks_for_is_accepted",
          "modes::test_an_rnn_from_a_key_has_the_bits_of_eager_in_half_precision"),
     _row(206, 2, "N196", "a program asks for the class of a tensor, by a table, a name or a set: a trace has another",
-         "refused: CaptureError, unless any tensor would give the same answer; an installed library may ask: where it "
-         "does not find the class, it asks `isinstance`",
+         "refused: CaptureError, unless any tensor would give the same answer; an installed library may ask "
+         "for a name or a table: where it does not find the class, it asks `isinstance`",
          "types::test_the_type_of_a_traced_tensor_is_not_asked_for",
          "types::test_an_installed_library_may_ask_since_it_falls_back_on_isinstance",
+         "types::test_an_installed_library_that_compares_classes_is_refused",
          "types::test_a_question_that_any_tensor_answers_alike_is_accepted"),
     _row(207, 2, "N197", "a subclass of tensors loses in a step what its class decides",
          "refused: LayoutError, in a state, an input and a constant; parameters are tensors",

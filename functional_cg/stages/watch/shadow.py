@@ -192,10 +192,10 @@ class Shadow(Calls):
         pair = self.stack[-2:]
         if len(pair) == 2 and any(in_classes(type(one).__mro__, "__eq__") is object.__eq__ for one in pair):
             self._compared(*pair)
-        for one in pair:
+        for one, other in zip(pair, reversed(pair), strict=True):
             self.use_compared(one)
             if is_container(one) and not is_array(one) and holds(one, FakeTensor):
-                self.asks_for_type(FakeTensor)
+                self.asks_for_type(FakeTensor, among=other)
         if holds(
             pair, FakeTensor
         ):  # beside any other class than `torch.Tensor`, the answer is that of an ordinary tensor

@@ -234,11 +234,15 @@ class Stack:
           value: What is used: matters if it is that type.
           among: A container that it is looked for in; does not matter if it holds neither of the two.
         """
-        compares = issubclass(type(among), list | tuple | set | frozenset)
-        if self.own and value is FakeTensor and (compares or not is_installed(self.code.co_filename)):
+        if not self.own or value is not FakeTensor:
+            return
+        if is_installed(self.code.co_filename):
+            asks = issubclass(type(among), list | tuple | set | frozenset) and holds(among, Tensor)
+        else:
             opaque = among is UNKNOWN or not is_container(among)
-            if opaque or holds(among, Tensor) or holds(among, FakeTensor):
-                self.reads.asks_for_type()
+            asks = opaque or holds(among, Tensor) or holds(among, FakeTensor)
+        if asks:
+            self.reads.asks_for_type()
 
     def other(self, ins: dis.Instruction) -> None:
         name, arg = ins.opname, ins.arg or 0
