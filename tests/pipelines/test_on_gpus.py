@@ -95,7 +95,9 @@ def trained_long(run: Run, axes: Mapping[str, int], device: str, calls: int) -> 
 
 @places
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_thousands_of_replays_are_a_launch_each_and_end(schedule: str, ranks: int, device: str) -> None:
+def test_thousands_of_replays_are_a_launch_each_and_end_at_once(
+    schedule: str, ranks: int, device: str
+) -> None:
     """With the bits of one rank; without what fits learning rates alone, a state stays finite for so long."""
     run, calls = (
         replace(of_stages(schedule, ranks), features=("tied", "clip")),
@@ -107,7 +109,7 @@ def test_thousands_of_replays_are_a_launch_each_and_end(schedule: str, ranks: in
     assert_trees_all_equal(found[0][0], expected)
     for _, launches, seconds in found:
         assert launches == (1 if device == "cuda" else 0)
-        assert seconds < 20.0  # a third of a second on two idle GPUs; a hang lasts until the group's limit
+        assert seconds < 1.0
 
 
 def held_and_counted(job: Job) -> tuple[float, float]:

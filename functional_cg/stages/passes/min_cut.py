@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,46 +108,50 @@ class Choice:
     kept: int
 
 
-def recomputed(program: Program, forward: Forward, *, price: float, large: int) -> Choice:
-    """Choose what the backward recomputes.
+def recomputed(program: Program, forward: Forward, *, prices: Sequence[float], large: int) -> list[Choice]:
+    """Choose what the backward recomputes, at each of some prices.
 
     Args:
       program: The program.
       forward: Its forward.
-      price: What a byte of memory traffic costs, in bytes of memory kept.
+      prices: What a byte of memory traffic costs, in bytes of memory kept.
       large: Bytes from which a value is worth recomputing.
     """
     recipes = _recipes(program, forward, large)
     own_memory = {var.storage for var in (*program.results, *program.new_state)}
     in_memory, in_memory_again = stored(program, forward)
     alone = _read_alone(program, recipes, forward, in_memory)
-    network = _Network()
-    visited: set[int] = set()
-    front = list(forward.needed)
-    while front:
-        one = front.pop()
-        if one in visited:
-            continue
-        visited.add(one)
-        size, recipe = forward.sizes.get(one, 0), recipes.get(one)
-        traffic = size * (1 if one in in_memory else 2)
-        network.keep(one, (0 if one in own_memory else size) + price * traffic)
-        if one in forward.needed:
-            network.need(one)
-        if recipe is None:
-            network.compute(one, math.inf)
-            continue
-        sources = {var.storage: var for var in recipe.inputs()}
-        outside = sum(var.spec.nbytes for storage, var in sources.items() if storage not in forward.place)
-        network.compute(one, price * (outside + (_traffic(size) if one in in_memory_again else 0)))
-        inside = sources.keys() & forward.place.keys()
-        for source in inside:
-            network.connect(source, one)
-        for source, size in alone.get(one, {}).items():
-            network.read(source, one, price * size)
-        front += inside
-    again, kept = network.cheapest()
-    return Choice(again, sum(forward.sizes.get(one, 0) for one in kept - own_memory))
+
+    def choice(price: float) -> Choice:
+        network = _Network()
+        visited: set[int] = set()
+        front = list(forward.needed)
+        while front:
+            one = front.pop()
+            if one in visited:
+                continue
+            visited.add(one)
+            size, recipe = forward.sizes.get(one, 0), recipes.get(one)
+            traffic = size * (1 if one in in_memory else 2)
+            network.keep(one, (0 if one in own_memory else size) + price * traffic)
+            if one in forward.needed:
+                network.need(one)
+            if recipe is None:
+                network.compute(one, math.inf)
+                continue
+            sources = {var.storage: var for var in recipe.inputs()}
+            outside = sum(var.spec.nbytes for storage, var in sources.items() if storage not in forward.place)
+            network.compute(one, price * (outside + (_traffic(size) if one in in_memory_again else 0)))
+            inside = sources.keys() & forward.place.keys()
+            for source in inside:
+                network.connect(source, one)
+            for source, read in alone.get(one, {}).items():
+                network.read(source, one, price * read)
+            front += inside
+        again, kept = network.cheapest()
+        return Choice(again, sum(forward.sizes.get(one, 0) for one in kept - own_memory))
+
+    return list(map(choice, prices))
 
 
 def _traffic(size: int) -> float:

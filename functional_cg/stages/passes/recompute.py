@@ -34,9 +34,8 @@ def recompute(program: Program, *, budget: float | None = None, large: int) -> N
       large: Bytes from which a value is worth a kernel.
     """
     forward = Forward.of(program)
-    choice = recomputed(program, forward, price=_PRICE, large=large)
-    if budget is not None:
-        choice = _within(budget, [recomputed(program, forward, price=one, large=large) for one in _PRICES])
+    choices = recomputed(program, forward, prices=(_PRICE,) if budget is None else _PRICES, large=large)
+    choice = choices[0] if budget is None else _within(budget, choices)
     fresh = _Fresh(program, forward, choice.again)
     out: list[Instr] = []
     latest: Var | None = None
