@@ -147,17 +147,19 @@ def linear_net(p: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("net", "width", "again"),
+    ("net", "width", "again", "values"),
     [
-        pytest.param(conv_net, 300, False, id="conv, large"),
-        pytest.param(conv_net, 100, True, id="conv, in cache"),
-        pytest.param(swish_net, 300, True, id="conv, and the activation's gradient wants the norm"),
-        pytest.param(linear_net, 300, True, id="linear, large"),
-        pytest.param(linear_net, 100, True, id="linear, in cache"),
-        pytest.param(pooled_net, 300, True, id="pool, large"),
+        pytest.param(conv_net, 300, False, 4, id="conv, large"),
+        pytest.param(conv_net, 100, True, 3, id="conv, in cache"),
+        pytest.param(swish_net, 300, True, 3, id="conv, and the activation's gradient wants the norm"),
+        pytest.param(linear_net, 300, True, 4, id="linear, large"),
+        pytest.param(linear_net, 100, True, 4, id="linear, in cache"),
+        pytest.param(pooled_net, 300, True, 2, id="pool, large"),
     ],
 )
-def test_what_is_recomputed_shares_a_read_or_lies_in_the_cache(net: Any, width: int, again: bool) -> None:
+def test_what_is_recomputed_shares_a_read_or_lies_in_the_cache(
+    net: Any, width: int, again: bool, values: int
+) -> None:
     """The gradient of a convolution waits for its argument: what makes it anew is a kernel of its own.
 
     It reads and writes a large value to save a read. Beside a linear layer, the kernel of the activation's own gradient
@@ -167,10 +169,12 @@ def test_what_is_recomputed_shares_a_read_or_lies_in_the_cache(net: Any, width: 
     params = {name: torch.ones(8) for name in ("w", "b")} | {
         "a": torch.randn(8, 8, 1, 1, generator=generator)
     }
-    program, _ = traced(net, params, torch.zeros(12, 8, width, width))
+    x = torch.zeros(12, 8, width, width)
+    program, _ = traced(net, params, x)
     kept = kept_bytes(program)
     recompute(program, large=2**20)
     assert (kept_bytes(program) < kept) == again
+    assert kept_bytes(program) // x.nbytes == values
 
 
 def test_weights_are_not_cast_a_second_time() -> None:
