@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from ..messages.tracebacks import entry
+from ..shards.coalescing import all_groups
 from ..shards.mesh import Axis, Mesh
 from .agreement import Ranks
 from .watchdog import Watchdog
@@ -215,7 +216,7 @@ def end_groups() -> None:
         except Exception as error:
             errors.append(error)
 
-    for group in list(dist.distributed_c10d._world.pg_names):
+    for group in all_groups():
         if group is not everyone:
             thread = threading.Thread(target=end, args=(group,), daemon=True)
             try:

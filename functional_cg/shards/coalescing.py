@@ -13,7 +13,12 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-__all__ = ["close_groups", "open_groups"]
+__all__ = ["all_groups", "close_groups", "open_groups"]
+
+
+def all_groups() -> list[Any]:
+    """Return the process groups of this process."""
+    return list(distributed_c10d._world.pg_names)
 
 
 def open_groups() -> Set[Any]:
