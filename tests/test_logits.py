@@ -43,6 +43,16 @@ def widened(logits: Tensor) -> Tensor:
     return logits.flatten(0, 1).float()
 
 
+def capped(logits: Tensor) -> Tensor:
+    return widened(2.0 * torch.tanh(logits / 2.0))
+
+
+def by_elements(logits: Tensor) -> Tensor:
+    """Several calls by element, of which one reads its argument twice, views and a second cast between them."""
+    scaled = (logits * 0.25).flatten(0, 1) + 1.0
+    return (scaled * scaled).half().sigmoid().float().exp().view(-1, CLASSES)
+
+
 def written(logits: Tensor) -> Tensor:
     rows = logits.flatten(0, 1).double()
     rows[:, :3] = 0.5
@@ -55,9 +65,10 @@ def targets(graph: fx.Graph) -> list[Any]:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loss_and_gradients_are_the_same(reduction: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("cast", [widened, capped, by_elements], ids=["plain", "capped", "by elements"])
+def test_loss_and_gradients_are_the_same(cast: Any, reduction: str, dtype: torch.dtype) -> None:
     args = arguments(dtype)
-    module = recorded(loss_and_gradient(reduction, widened), *args)
+    module = recorded(loss_and_gradient(reduction, cast), *args)
     expected = module(*args)
     read_targets_first(module.graph)
     module.recompile()
@@ -70,20 +81,22 @@ def test_loss_and_gradients_are_the_same(reduction: str, dtype: torch.dtype) -> 
     )
 
 
-def test_the_targets_are_read_before_the_rows() -> None:
-    module = recorded(loss_and_gradient("mean", widened), *arguments(torch.float32))
+@pytest.mark.parametrize("cast", [widened, capped], ids=["plain", "capped"])
+def test_the_targets_are_read_before_the_rows(cast: Any) -> None:
+    module = recorded(loss_and_gradient("mean", cast), *arguments(torch.float32))
     read_targets_first(module.graph)
     names = [getattr(target, "__name__", "") for target in targets(module.graph)]
     assert names.index("_picked") < names.index("_log_softmax") < names.index("_loss")
     module.graph.lint()
 
 
-def test_compiled_in_all_bits() -> None:
+@pytest.mark.parametrize("cast", [widened, capped], ids=["plain", "capped"])
+def test_compiled_in_all_bits(cast: Any) -> None:
     """What inductor makes of the op itself and of the formula has the same bits."""
     from torch._inductor import standalone_compile
 
     args = [arg.detach() for arg in arguments(torch.float32)]
-    module = recorded(loss_and_gradient("mean", widened), *arguments(torch.float32))
+    module = recorded(loss_and_gradient("mean", cast), *arguments(torch.float32))
     results = []
     for change in (False, True):
         if change:
@@ -115,13 +128,14 @@ def test_the_loss_of_halves_is_wide(reduction: int) -> None:
 @pytest.mark.parametrize(
     ("cast", "options", "reduction"),
     [
-        (lambda logits: widened(logits).tanh(), {}, "mean"),
-        (lambda logits: widened(logits.half()), {}, "mean"),
+        (lambda logits: widened(logits) + torch.arange(CLASSES), {}, "mean"),
+        (lambda logits: widened(logits).softmax(1), {}, "mean"),
+        (lambda logits: torch.bernoulli(widened(logits).sigmoid()), {}, "mean"),
         (written, {}, "mean"),
         (widened, {"weight": torch.ones(CLASSES)}, "mean"),
         (widened, {}, "none"),
     ],
-    ids=["another op in between", "narrowed", "written", "weights", "no reduction"],
+    ids=["another value", "not by element", "random", "written", "weights", "no reduction"],
 )  # fmt: skip
 def test_other_losses_are_left_alone(cast: Any, options: Any, reduction: str) -> None:
     module = recorded(loss_and_gradient(reduction, cast, **options), *arguments(torch.float32))

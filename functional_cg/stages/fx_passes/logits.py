@@ -63,7 +63,7 @@ def is_large(spec: BufferSpec) -> bool:
 
 
 def read_targets_first(graph: fx.Graph) -> None:
-    """Rewrite the cross-entropies of a graph whose logits are a matrix product."""
+    """Rewrite the cross-entropies of a graph whose logits are a matrix product, or are computed of one by element."""
     place = {node: number for number, node in enumerate(graph.nodes)}
     written = [number for node, number in place.items() if writes(node)]
     for nll in graph.find_nodes(op="call_function", target=_aten.nll_loss_forward.default):
@@ -71,13 +71,16 @@ def read_targets_first(graph: fx.Graph) -> None:
         if weight is not None or not reduction or logp.target is not _aten._log_softmax.default:
             continue
         rows, dim, widened = logp.args
-        product = product_of(rows)
+        product, calls = _product_and_calls(rows)
         if product is None or dim != 1 or is_written(target) or place[target] > place[logp]:
             continue
         if any(place[product] < number < place[nll] for number in written):
             continue  # a value read at another place may differ there
         with graph.inserting_before(logp):
-            picked, again = _items(graph, _picked, (product, rows, target, ignored, widened), 2)
+            picked, again = _items(graph, _picked, (product, rows, target, ignored), 2)
+            for call in calls:
+                picked = _for_one(graph, call, picked)
+            picked = graph.call_function(_widened, (picked, widened))
             probabilities, top, total = _items(graph, _log_softmax, logp.args, 3)
         with graph.inserting_before(nll):
             loss = graph.call_function(_loss, (picked, top, total, again, reduction, ignored))
@@ -105,11 +108,42 @@ def _know_sums(graph: fx.Graph, of_loss: fx.Node) -> None:
 
 def product_of(rows: fx.Node) -> fx.Node | None:
     """Return the product that ``rows`` is a view of, with one cast at most; None if there is none."""
-    node, casts = rows, 0
-    while node.target in VIEWS or node.target is CAST:
-        casts += node.target not in VIEWS
-        node = node.args[0]  # type: ignore[assignment]
-    return node if node.target in _PRODUCTS and casts <= 1 else None
+    product, calls = _product_and_calls(rows)
+    return product if len(calls) <= 1 and all(call.target is CAST for call in calls) else None
+
+
+def _product_and_calls(rows: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
+    """Return the product that ``rows`` is computed of by element, and the calls between them, but for views.
+
+    A call by element reads numbers beside that value: a cap or a scale.
+    """
+    node, calls = rows, list[fx.Node]()
+    while node.target not in _PRODUCTS:
+        if node.target not in VIEWS:
+            if not _is_by_element(node):
+                return None, []
+            calls.append(node)
+        (node,) = node.all_input_nodes
+    return node, calls[::-1]
+
+
+def _is_by_element(node: fx.Node) -> bool:
+    """Whether each element of a value depends on the same element of one other value alone."""
+    if len(node.all_input_nodes) != 1 or is_written(node):
+        return False
+    if node.target is CAST:
+        return True
+    call = node.meta.get("call")
+    op = node.target if call is None else call.op
+    tags = op.tags if isinstance(op, torch._ops.OpOverload) else ()
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+def _for_one(graph: fx.Graph, call: fx.Node, picked: fx.Node) -> fx.Node:
+    """Make a call by element for one element of each row."""
+    made = graph.node_copy(call, lambda _: picked)
+    made.meta.pop("spec", None)
+    return made
 
 
 def writes(node: fx.Node) -> bool:
@@ -121,17 +155,15 @@ def _items(graph: fx.Graph, function: Any, args: Any, count: int) -> list[fx.Nod
     return [graph.call_function(operator.getitem, (results, i)) for i in range(count)]
 
 
-def _picked(
-    product: Tensor,
-    rows: Tensor,
-    target: Tensor,
-    ignored: int,
-    half_to_float: bool,  # noqa: FBT001
-) -> tuple[Tensor, Tensor]:
-    """Return the targets' logits, in the dtype of the log-probabilities, and the targets."""
+def _picked(product: Tensor, rows: Tensor, target: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    """Return the product's elements at the targets of its rows, which lie as ``rows`` do, and the targets."""
     picked, again = torch.ops.fcg.pick.default(product.view(rows.shape), target, ignored)
-    picked = picked.to(rows.dtype)
-    return picked.float() if half_to_float else picked, again
+    return picked, again
+
+
+def _widened(picked: Tensor, half_to_float: bool) -> Tensor:  # noqa: FBT001
+    """Return the targets' logits in the dtype of the log-probabilities."""
+    return picked.float() if half_to_float else picked
 
 
 def _log_softmax(rows: Tensor, dim: int, half_to_float: bool) -> tuple[Tensor, Tensor, Tensor]:  # noqa: FBT001
@@ -168,6 +200,7 @@ def _slope(
     """Return the gradient of the logits, as inductor decomposes the op, with known row sums."""
     if logp.dtype is not torch.float32:
         return _GRADIENT(of_loss, logp, dim, dtype)  # type: ignore[no-any-return]
-    each = -(grad / number if reduction == 1 else grad)
-    total = torch.where(target != ignored, each, 0).unsqueeze(dim)
-    return (of_loss - logp.exp() * total).to(dtype)
+    counts = target != ignored
+    each = torch.where(counts, grad / number if reduction == 1 else grad, 0).unsqueeze(dim)
+    right = torch.where(counts, target, 0).unsqueeze(dim) == torch.arange(logp.shape[dim], device=logp.device)
+    return (logp.exp() * each - torch.where(right, each, 0)).to(dtype)
