@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -13,6 +13,7 @@ from ...messages.source import Location
 from ..layouts import laid_out, unsure
 from ..lifetimes import peak_bytes, storage_bytes
 from ..passes.fused import at_places, group_size
+from ..passes.min_cut import Forward, recomputed
 from ..plan import Buffers, evaluate, quiet
 from ..program import Instr, Program, Var, live, written_storages
 from ..template import calls_of
@@ -28,6 +29,7 @@ _library.define("shown(Tensor value) -> ()")
 _SHOWN = torch.ops.fcg.shown.default  # marks where a run hands an output to its observer
 
 # Pairs (part, blocks) to try: values of at least room / part bytes are divided into so many blocks.
+_FEW = 2**10  # smaller values than this part of the room are not worth recomputing
 _DIVISIONS = ((8, 8), (16, 16), (64, 16), (64, 64))
 
 
@@ -140,7 +142,7 @@ class Reference:
         if peak + beside <= room:
             return peak + beside
         for instrs in self._divided(room):
-            actions = within(instrs, static, room - beside)
+            actions = within(instrs, static, room - beside, self._cheap(instrs, room))
             if actions is not None:
                 self._actions = actions
                 return room
@@ -151,6 +153,13 @@ class Reference:
         yield self._instrs
         for part, blocks in _DIVISIONS:
             yield in_blocks(self._instrs, room // part, blocks)
+
+    def _cheap(self, instrs: Sequence[Instr], room: int) -> set[int]:
+        """Return the storages that a backward recomputes which keeps as few bytes as possible."""
+        program = replace(self.program, instrs=[*instrs])
+        forward = Forward.of(program)
+        (choice,) = recomputed(program, forward, prices=(0.0,), large=room // _FEW)
+        return choice.again
 
     def raises_at(self, buffers: Buffers) -> Location | None:
         """Return the user's line whose call raises on these buffers; None if no call raises."""

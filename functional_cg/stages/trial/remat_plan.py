@@ -1,15 +1,16 @@
 """Plan rematerialization under a memory budget: values dropped before their last use are recomputed.
 
-The values of a forward pass wait for the backward, and together they take most of a program's memory. If they do not
-fit, the value dropped is the one that is cheapest to recompute relative to its size and the time until its next use.
-All sizes and uses are known in advance, so the whole order is planned before anything runs.
+The values of a forward pass wait for the backward, and together they take most of a program's memory. Those that cost
+little to recompute from the others are dropped by the forward. If the rest does not fit, the value dropped is the one
+that is cheapest to recompute relative to its size and the time until its next use: a choice at each call that, along a
+deep network, may drop what all others are made of. All sizes and uses are known in advance, so the whole order is
+planned before anything runs.
 
 Source: Kirisame et al. 2021, "Dynamic Tensor Rematerialization"; with next uses instead of last uses.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -52,15 +53,18 @@ def in_order(instrs: Sequence[Instr]) -> list[Action]:
     return actions
 
 
-def within(instrs: Sequence[Instr], static: Iterable[int], budget: int) -> list[Action] | None:
+def within(
+    instrs: Sequence[Instr], static: Iterable[int], budget: int, again: Collection[int] = ()
+) -> list[Action] | None:
     """Return an order that takes at most ``budget`` bytes besides the static buffers; None if none is found.
 
     Args:
       instrs: The calls.
       static: Storages of the static buffers.
       budget: Bytes.
+      again: Storages that the backward recomputes in any case, if it needs them.
     """
-    plan = _Plan(instrs, frozenset(static), budget)
+    plan = _Plan(instrs, frozenset(static), budget, again)
     try:
         return plan.made()
     except _NoRoomError:
@@ -74,8 +78,10 @@ class _NoRoomError(Exception):
 class _Plan:
     """Simulates a program and tracks which values are in memory."""
 
-    def __init__(self, instrs: Sequence[Instr], static: frozenset[int], budget: int) -> None:
-        self._instrs, self._budget = instrs, budget
+    def __init__(
+        self, instrs: Sequence[Instr], static: frozenset[int], budget: int, again: Collection[int]
+    ) -> None:
+        self._instrs, self._budget, self._again = instrs, budget, again
         self._inputs = {instr: instr.inputs() for instr in instrs}
         self._outputs = {instr: instr.outputs() for instr in instrs}
         self._maker: dict[Var, Instr] = {}
@@ -97,6 +103,8 @@ class _Plan:
                     self._maker.setdefault(var, instr)
                     if fixed:
                         self._stays.add(var.storage)
+        end = next((n for n, instr in enumerate(instrs) if instr.backward), len(instrs))
+        self._forward = {var.storage for instr in instrs[:end] for var in self._outputs[instr]}
         self._there: dict[int, set[Var]] = {}  # what is in memory, by storage
         self._droppable: dict[int, int] = {}  # sizes of what is worth dropping
         self._next: dict[int, int | None] = {}  # next uses; looked up again once they are past
@@ -119,11 +127,22 @@ class _Plan:
             self._now = number
             self._need(self._inputs[instr], instr)
             self._run(instr)
-            for storage in {var.storage for var in (*self._inputs[instr], *self._outputs[instr])}:
-                if self._size.get(storage, 0) * _FEW < self._budget and self._next_use(storage) is None:
-                    self._drop(storage)
+            self._tidy(instr)
         self._actions.append(Action(None, self._forget))
         return self._actions
+
+    def _tidy(self, instr: Instr, protected: Collection[int] = ()) -> None:
+        """Drop what need not wait for its next use, after a call that has read or made it."""
+        for storage in {var.storage for var in (*self._inputs[instr], *self._outputs[instr])}:
+            if storage not in protected and self._is_done_with(storage):
+                self._drop(storage)
+
+    def _is_done_with(self, storage: int) -> bool:
+        use = self._next_use(storage)
+        if use is None:
+            return True
+        later = self._instrs[use].backward and not self._instrs[self._now].backward
+        return later and storage in self._again and storage not in self._stays
 
     def _needs(self, instr: Instr) -> int:
         """Return the bytes of a call's own arguments and results."""
@@ -147,7 +166,9 @@ class _Plan:
                 protected.append(set(self._inputs[maker]))
             elif waiting:
                 protected.pop()
-                self._run(waiting.pop(), {var.storage for group in protected for var in group})
+                made, held = waiting.pop(), {var.storage for group in protected for var in group}
+                self._run(made, held)
+                self._tidy(made, held)
             else:
                 return
 
@@ -194,20 +215,23 @@ class _Plan:
         return known
 
     def _victim(self, stays: set[int]) -> int:
-        """Choose a storage to drop: large, not needed for long, and cheap to recompute."""
-        best, most = None, 0.0
+        """Choose a storage to drop: large, not needed for long, and cheap to recompute.
+
+        What is made later than the forward is dropped only where nothing else can be: what a gradient is made of is
+        gone soon after it, so to recompute it may take the whole backward.
+        """
+        found: tuple[bool, float] = (False, 0.0)
+        best = None
         for storage, size in self._droppable.items():
             if storage in stays:
                 continue
             use = self._next_use(storage)
             if use is None:
-                worth = math.inf
-            elif storage in self._stays:
-                continue
-            else:
-                worth = size * (use - self._now) / self._cost(storage)
-            if worth > most:
-                best, most = storage, worth
+                return storage
+            if storage not in self._stays:
+                worth = storage in self._forward, size * (use - self._now) / self._cost(storage)
+                if worth > found:
+                    best, found = storage, worth
         if best is None:
             raise _NoRoomError
         return best
