@@ -549,6 +549,15 @@ CLASSES: Any = {
         2.5,
         lambda rows, y: F.cross_entropy(rows.view(4, -1, rows.shape[1]).flatten(0, 1), y),
     ),
+    "of halves in 3 dimensions": (
+        1.7,
+        lambda rows, y: F.cross_entropy(rows.view(2, -1, rows.shape[1]).float().flatten(0, 1), y),
+    ),
+    "softmax in 4 dimensions": (
+        2.5,
+        lambda rows, y: F.nll_loss(rows.view(2, 1, -1, rows.shape[1]).log_softmax(-1).flatten(0, 2), y),
+    ),
+    "scaled in place": (2.5, lambda rows, y: F.cross_entropy((rows * 1.0).mul_(0.5), y)),
     "wide": (2.5, lambda rows, y: F.cross_entropy(rows.double(), y).float()),
     "capped": (2.5, lambda rows, y: F.cross_entropy(5 * torch.tanh(rows / 5), y)),
     "z loss": (
@@ -567,7 +576,7 @@ def test_a_loss_over_many_classes_in_little_memory(name: str) -> None:
 
     def train_step(state: Any, batch: Any) -> Any:
         def loss_fn(params: Any) -> Tensor:
-            kind = torch.bfloat16 if name == "of halves" else torch.float32
+            kind = torch.bfloat16 if name.startswith("of halves") else torch.float32
             rows = batch["x"].view(16, -1, 8).to(kind) @ params["w"].to(kind)
             return loss_of(rows.flatten(0, 1), batch["y"])
 

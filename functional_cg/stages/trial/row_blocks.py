@@ -3,22 +3,24 @@
 If a single value is larger than the available memory, no order of the calls helps. But most large values are computed
 row by row: casts, a softmax over the classes, the gradient of a loss. Such calls run on one block of rows after the
 other, and sums over the rows are added up over the blocks. A call that needs all rows, such as a product, gets the
-blocks joined.
+blocks joined. Rows are those of a matrix: calls on values of more dimensions, such as logits [batch, time, classes],
+run on such a view of them.
 
 The results are those of the original calls, except for the order of summation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ...state.arena import BufferSpec
 from ...tensors.aten import named_arguments
-from ..program import Instr, Var, highest_of, map_arguments, map_vars
+from ..program import Instr, Var, highest_of, map_arguments, map_vars, written_storages
 
 __all__ = ["in_blocks"]
 
@@ -26,6 +28,9 @@ _aten = torch.ops.aten
 _VIEWS = frozenset({"view", "_unsafe_view", "reshape"})
 _SOFTMAX = frozenset(
     {"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "logsumexp"}
+)
+_DIM: Mapping[str, int] = MappingProxyType(  # the place of the dimension among the arguments
+    {"_softmax": 1, "_log_softmax": 1, "_softmax_backward_data": 2, "_log_softmax_backward_data": 2}
 )
 _SUMS = frozenset({"sum", "mean", "amax", "amin", "argmax"})
 _COPIES = frozenset({"_to_copy", "clone", "detach", "alias"})
@@ -53,7 +58,95 @@ def in_blocks(instrs: Sequence[Instr], large: int, blocks: int) -> list[Instr]:
       large: Bytes from which a value is large.
       blocks: How many blocks to split a value into; values whose rows cannot be split evenly stay whole.
     """
-    return _Divided(instrs, large, blocks).calls()
+    return _Divided(_Flat(instrs, large).calls(), large, blocks).calls()
+
+
+class _Flat:
+    """Walks the calls and lets those by element, and softmaxes, take large values as matrices."""
+
+    def __init__(self, instrs: Sequence[Instr], large: int) -> None:
+        self._instrs, self._large = instrs, large
+        self._index, _ = highest_of(instrs)
+        self._written = written_storages(instrs)
+        self._matrices: dict[Var, Var] = {}  # large values, as matrices
+        self._names: dict[Var, Var] = {}  # for matrices that are views of those
+        self._out: list[Instr] = []
+
+    def calls(self) -> list[Instr]:
+        for instr in self._instrs:
+            if instr.outputs() and not self._names.keys().isdisjoint(instr.inputs()):
+                args, kwargs = map_arguments(lambda var: self._names.get(var, var), instr)
+                instr = replace(instr, args=args, kwargs=kwargs)
+            if _name(instr) in _VIEWS and instr.inputs()[0] in self._matrices:
+                self._view(instr)
+            elif self._takes_matrices(instr):
+                self._on_matrices(instr)
+            else:
+                self._out.append(instr)
+            for var in instr.outputs():
+                if len(var.spec.shape) == 2 and self._is_large(var) and _is_dense(var):
+                    self._matrices.setdefault(var, var)
+        return self._read()
+
+    def _is_large(self, var: Var) -> bool:
+        return var.spec.nbytes >= self._large and var.storage not in self._written
+
+    def _view(self, instr: Instr) -> None:
+        """Know a view of a matrix whose rows stay what they are."""
+        matrix, out = self._matrices[instr.inputs()[0]], instr.out
+        self._out.append(instr)
+        if out.spec.shape == matrix.spec.shape:
+            self._names[out] = matrix
+        elif len(out.spec.shape) > 2 and out.spec.shape[-1] == matrix.spec.shape[-1]:
+            self._matrices[out] = matrix
+
+    def _takes_matrices(self, instr: Instr) -> bool:
+        out, name = instr.out, _name(instr)
+        if not isinstance(out, Var) or len(out.spec.shape) < 3 or not self._is_large(out) or instr.writes:
+            return False
+        along_rows = name in _DIM and instr.args[_DIM[name]] % len(out.spec.shape) == len(out.spec.shape) - 1
+        if not (along_rows or instr.by_element or name in _COPIES) or "memory_format" in instr.kwargs:
+            return False
+        values = [var for var in instr.inputs() if var.spec.shape]
+        return _viewed(instr, out) is None and all(
+            var.spec.shape == out.spec.shape and var.storage not in self._written and _is_dense(var)
+            for var in (*values, out)
+        )
+
+    def _on_matrices(self, instr: Instr) -> None:
+        spec = instr.out.spec
+        made = self._as(instr.out, (spec.numel // spec.shape[-1], spec.shape[-1]))
+
+        def matrix(var: Var) -> Var:
+            if not var.spec.shape:
+                return var
+            if var not in self._matrices:
+                view = self._matrices[var] = self._as(var, made.spec.shape)
+                self._out.append(Instr(_aten.view.default, (var, [*view.spec.shape]), {}, view, (), None))
+            return self._matrices[var]
+
+        args, kwargs = map_arguments(matrix, instr)
+        if (place := _DIM.get(_name(instr))) is not None:
+            args = (*args[:place], 1, *args[place + 1 :])
+        self._out.append(replace(instr, args=args, kwargs=kwargs, out=made))
+        self._out.append(Instr(_aten.view.default, (made, [*spec.shape]), {}, instr.out, (), instr.site))
+        self._matrices[instr.out] = self._matrices[made] = made
+
+    def _as(self, var: Var, shape: Sequence[int]) -> Var:
+        """Return a variable for a value in another shape, in the same memory."""
+        self._index += 1
+        strides = torch.empty(shape, device="meta").stride()
+        return replace(var, index=self._index, spec=replace(var.spec, shape=tuple(shape), stride=strides))
+
+    def _read(self) -> list[Instr]:
+        """Return the calls without views that nothing reads."""
+        read: set[Var] = set()
+        calls = []
+        for instr in reversed(self._out):
+            if _name(instr) not in _VIEWS or not read.isdisjoint(instr.outputs()):
+                calls.append(instr)
+                read.update(instr.inputs())
+        return calls[::-1]
 
 
 class _Divided:
@@ -62,6 +155,7 @@ class _Divided:
     def __init__(self, instrs: Sequence[Instr], large: int, blocks: int) -> None:
         self._instrs, self._large, self._blocks = instrs, large, blocks
         self._index, self._storage = highest_of(instrs)
+        self._written = written_storages(instrs)
         self._parts: dict[Var, list[Var]] = {}
         self._waiting: list[tuple[Instr, _Rows]] = []
         self._out: list[Instr] = []
@@ -94,9 +188,11 @@ class _Divided:
     def _rule(self, instr: Instr) -> _Rows | None:
         """Return how to run a call in blocks; None if it is small or cannot be split."""
         outputs = instr.outputs()
-        sizes = [var.spec.nbytes for var in (*outputs, *instr.inputs())]
-        if instr.writes or not outputs or max(sizes, default=0) < self._large:
+        values = (*outputs, *instr.inputs())
+        if not outputs or max((var.spec.nbytes for var in values), default=0) < self._large:
             return None
+        if any(var.storage in self._written for var in values):
+            return None  # parts of it would not be written
         rule = _rows_of(instr)
         if rule is None or not rule.sliced or not (rule.sums or all(map(_is_dense, outputs))):
             return None
