@@ -18,6 +18,7 @@ import functional_cg as fcg
 from functional_cg.stages.fx_passes.canonical import VIEWS
 from functional_cg.stages.fx_passes.cross_entropy import join_gradients
 from functional_cg.stages.fx_passes.logits import read_targets_first
+from functional_cg.stages.lower.inductor import compile_graph, opened
 from tests.compiled_graphs import assert_same_results, graph_of
 
 IGNORED = -100
@@ -408,6 +409,30 @@ def test_a_padded_product_has_what_the_product_has(loss: Any) -> None:
     assert_same_results(module, arguments, join_gradients, rtol=2e-5, atol=1e-3)
     assert len(module.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_async.msg)) == checks
     assert checks == (loss is checked)
+
+
+@pytest.mark.cuda
+def test_the_gradient_of_capped_halves_lies_in_the_memory_of_the_logits() -> None:
+    """One value computed by one kernel: stored in two, with both reading the logits, neither could overwrite them."""
+
+    rows, classes = 4096, 8192  # no width that the compiler pads
+
+    def train_step(state: Any, b: Any) -> Any:
+        def fn(head: Tensor) -> Tensor:
+            logits = b["x"].bfloat16() @ head.bfloat16().T
+            return mean_loss(30.0 * torch.tanh(logits / 30.0), b["y"])
+
+        loss, grad = fcg.value_and_grad(fn)(state)
+        return state - grad, {"loss": loss}
+
+    batch = {"x": torch.randn(rows, WIDTH), "y": torch.zeros(rows, dtype=torch.int64)}
+    batch = {name: value.cuda() for name, value in batch.items()}
+    module, arguments = graph_of(train_step, fcg.place(torch.randn(classes, WIDTH).cuda()), batch)
+    read_targets_first(module.graph)
+    module.recompile()
+    written = opened(compile_graph(module, arguments, on_host=False, small=False, in_order=False))
+    assert written is not None
+    assert written[0].count(f"empty_strided_cuda(({rows}, {classes})") == 1
 
 
 def test_a_target_that_is_overwritten_between_two_losses_is_read_when_it_is_read() -> None:

@@ -46,13 +46,13 @@ _library._register_fake("rounded", lambda value, dtype: _CAST(value, dtype))
 ROUNDED = torch.ops.fcg.rounded.default
 
 
-def keep_roundings(graph: fx.Graph) -> str:
+def keep_roundings(graph: fx.Graph) -> list[int]:
     """Mark where calls round, in a graph of :func:`functional_cg.stages.core.graph.core_graph`.
 
     Returns:
-      A text that says where: the compiler's key of a graph does not.
+      Places of the marked nodes, of which the compiler's key of a graph says nothing.
     """
-    marked = []
+    marked = list[int]()
     for number, node in enumerate(list(graph.nodes)):
         if node.op != "call_function" or not _is_of(node, _HALF):
             continue
@@ -65,7 +65,7 @@ def keep_roundings(graph: fx.Graph) -> str:
         else:
             node.meta[_ROUNDS] = True
             marked.append(number)
-    return str(marked)
+    return marked
 
 
 def _round(graph: fx.Graph, node: fx.Node) -> None:

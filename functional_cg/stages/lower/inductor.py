@@ -60,6 +60,10 @@ _BESIDE: Mapping[str, Any] = MappingProxyType({"allow_buffer_reuse": False, "inp
 # On a CPU the compiler leaves out roundings that a call asks for unless it keeps all.
 _ON_HOST: Mapping[str, Any] = MappingProxyType({"cpp.min_chunk_size": 8192, "emulate_precision_casts": True})
 
+# Ops of a value up to which the compiler computes it where it is read: it stores a longer one, and then the next, which
+# cannot overwrite what both read. It counts conversions, too, and each call in half precision makes up to six.
+_IN_HALVES: Mapping[str, Any] = MappingProxyType({"realize_opcount_threshold": 64})
+
 _CLOSURES = 200  # that `opened` looks behind, at most
 
 
@@ -143,13 +147,14 @@ def _made(module: fx.GraphModule) -> Any:
     from torch._inductor import compile_fx, config
 
     register_lowerings()
-    last = compiler_pass(keep_roundings(module.graph) + signatures(module.graph))
+    rounding = keep_roundings(module.graph)
+    last = compiler_pass(f"{rounding}{signatures(module.graph)}")
     keep_signs(module.graph)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     outputs: Any = module.graph.output_node().args[0]
     extra: Any = compile_fx.create_compiler_config_extra
     (asked,) = inspect.signature(extra).parameters  # torch 2.11 asks for its options, 2.13 for the graph
-    with config.patch(post_grad_custom_post_pass=last):
+    with config.patch({"post_grad_custom_post_pass": last, **(_IN_HALVES if rounding else {})}):
         return compile_fx.compile_fx_forward(
             module,
             inputs,
