@@ -599,6 +599,27 @@ def test_a_loss_over_many_classes_in_little_memory(name: str) -> None:
         room = room * 7 // 8
 
 
+def test_a_view_of_a_large_input_is_no_copy_of_it() -> None:
+    rows, classes = 512, 4096
+    room = int(2.5 * rows * classes * 4)
+
+    def train_step(state: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> Tensor:
+            seen = (batch["large"].view(-1, 64) @ params["v"]).square().mean()
+            return F.cross_entropy(batch["x"] @ params["w"], batch["y"]) + seen
+
+        loss, grads = fcg.value_and_grad(loss_fn)(state)
+        return fcg.tree.map(lambda w, g: w - g, state, grads), {"loss": loss}
+
+    state = fcg.place({"w": torch.randn(8, classes), "v": torch.randn(64, 1)})
+    batch = {"x": torch.randn(rows, 8), "y": torch.arange(rows), "large": torch.randn(4096, 2048)}
+    lowered = fcg.graph_step(train_step).lower(state, batch)
+    inputs, constants = fcg.tree.leaves(batch), [one.value for one in lowered.program.constants]
+    assert batch["large"].nbytes > room
+    assert lowered.reference.fit(room) <= room
+    assert _most(lowered.reference, Buffers(state._lease.arena.slots, inputs, constants)) <= room
+
+
 class _Memory(TorchDispatchMode):
     """Counts the bytes of the storages that are alive after each call."""
 
