@@ -157,8 +157,7 @@ def _items(graph: fx.Graph, function: Any, args: Any, count: int) -> list[fx.Nod
 
 def _picked(product: Tensor, rows: Tensor, target: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
     """Return the product's elements at the targets of its rows, which lie as ``rows`` do, and the targets."""
-    picked, again = torch.ops.fcg.pick.default(product.view(rows.shape), target, ignored)
-    return picked, again
+    return torch.ops.fcg.pick.default(product.view(rows.shape), target, ignored)  # type: ignore[no-any-return]
 
 
 def _widened(picked: Tensor, half_to_float: bool) -> Tensor:  # noqa: FBT001

@@ -28,8 +28,8 @@ _library = torch.library.Library("fcg", "FRAGMENT")
 _library.define("shown(Tensor value) -> ()")
 _SHOWN = torch.ops.fcg.shown.default  # marks where a run hands an output to its observer
 
-# Pairs (part, blocks) to try: values of at least room / part bytes are divided into so many blocks.
 _FEW = 2**10  # smaller values than this part of the room are not worth recomputing
+# Pairs (part, blocks) to try: values of at least room / part bytes are divided into so many blocks.
 _DIVISIONS = ((8, 8), (16, 16), (64, 16), (64, 64))
 
 

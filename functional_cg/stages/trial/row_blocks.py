@@ -104,7 +104,8 @@ class _Flat:
         out, name = instr.out, _name(instr)
         if not isinstance(out, Var) or len(out.spec.shape) < 3 or not self._is_large(out) or instr.writes:
             return False
-        along_rows = name in _DIM and instr.args[_DIM[name]] % len(out.spec.shape) == len(out.spec.shape) - 1
+        place, last = _DIM.get(name, len(instr.args)), len(out.spec.shape) - 1
+        along_rows = place < len(instr.args) and instr.args[place] % (last + 1) == last
         if not (along_rows or instr.by_element or name in _COPIES) or "memory_format" in instr.kwargs:
             return False
         values = [var for var in instr.inputs() if var.spec.shape]
