@@ -480,6 +480,17 @@ def test_within_less_memory_a_program_computes_the_same(program: Any, tenths: in
         assert_trees_all_equal(got, value)
 
 
+def assert_the_same_within(reference: Any, buffers: Buffers, part: int) -> None:
+    """In so small a part of its memory it computes the same, with fewer than twice the calls."""
+    expected = outputs(reference, buffers)
+    room = reference.fit(2**60) // part
+    assert reference.fit(room) == room
+    assert _most(reference, buffers) <= room
+    assert len(reference._actions) < 2 * len(reference._instrs)
+    for got, value in zip(outputs(reference, buffers), expected, strict=True):
+        assert_trees_all_equal(got, value)
+
+
 def test_a_deep_net_in_a_third_of_the_memory() -> None:
     def loss_of(params: Any, x: Tensor) -> Tensor:
         for w in params:
@@ -494,13 +505,7 @@ def test_a_deep_net_in_a_third_of_the_memory() -> None:
     x = torch.randn(2048, 16)
     reference = fcg.graph_step(train_step).lower(state, x).reference
     buffers = Buffers(state._lease.arena.slots, [x], [])
-    expected = outputs(reference, buffers)
-    room = reference.fit(2**60) // 3
-    assert reference.fit(room) == room
-    assert _most(reference, buffers) <= room
-    assert len(reference._actions) < 2 * len(reference._instrs)
-    for got, value in zip(outputs(reference, buffers), expected, strict=True):
-        assert_trees_all_equal(got, value)
+    assert_the_same_within(reference, buffers, 3)
 
 
 def test_a_deep_residual_net_with_a_tied_head_in_a_fifth_of_the_memory() -> None:
@@ -530,13 +535,7 @@ def test_a_deep_residual_net_with_a_tied_head_in_a_fifth_of_the_memory() -> None
     buffers = Buffers(
         state._lease.arena.slots, [x, y], [constant.value for constant in lowered.program.constants]
     )
-    expected = outputs(reference, buffers)
-    room = reference.fit(2**60) // 5
-    assert reference.fit(room) == room
-    assert _most(reference, buffers) <= room
-    assert len(reference._actions) < 2 * len(reference._instrs)
-    for got, value in zip(outputs(reference, buffers), expected, strict=True):
-        assert_trees_all_equal(got, value)
+    assert_the_same_within(reference, buffers, 5)
 
 
 # Room, in tensors as large as the logits, and a loss.
