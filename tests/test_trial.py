@@ -18,13 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_cg as fcg
-from functional_cg.shards.transfers import RECEIVE
 from functional_cg.stages.plan import Buffers
-from functional_cg.stages.program import Instr, Var
-from functional_cg.stages.trial.remat_plan import within
 from functional_cg.stages.trial.sketch import Distance, distance, known, sketch
 from functional_cg.stages.trial.ulps import Shaker
-from functional_cg.state.arena import BufferSpec
 from functional_cg.testing import assert_trees_all_equal
 from functional_cg.testing import strategies as fst
 from tests.compiled_graphs import ON_A_GPU, lower_as_on_a_gpu
@@ -645,22 +641,3 @@ def _most(reference: Any, buffers: Buffers) -> int:
     with memory:
         reference.run(buffers, lambda number, value: None)
     return memory.most
-
-
-@pytest.mark.parametrize("op", [torch.ops.aten.relu.default, RECEIVE], ids=["computed", "received"])
-def test_what_another_rank_sent_is_not_received_again(op: Any) -> None:
-    """It sends once; whatever else is cheap is computed again where memory is short."""
-    nbytes = 2**20
-    spec = BufferSpec.of(torch.empty(nbytes // 4))
-    given, value, first, second, out, token = (Var(i, spec, i, 0, True) for i in range(6))
-    received = op is RECEIVE
-    calls = [
-        Instr(op, (given,), {}, (value, token) if received else value, (), None),
-        Instr(torch.ops.aten.neg.default, (value,), {}, first, (), None),
-        Instr(torch.ops.aten.exp.default, (first,), {}, second, (), None),
-        Instr(torch.ops.aten.sum.default, (second,), {}, second, (), None),
-        Instr(torch.ops.aten.add.Tensor, (value, value), {}, out, (), None),
-    ]
-    found = within(calls, [given.storage, token.storage], 5 * nbytes // 2)
-    assert (found is None) == received
-    assert found is None or sum(action.instr is calls[0] for action in found) == 2

@@ -94,9 +94,9 @@ class _Plan:
             for var in self._inputs[instr]:
                 self._uses.setdefault(var.storage, []).append(number)
             # Other ranks take part once. What is made from such a storage cannot be recomputed either, once that is
-            # gone.
+            # gone, nor what is made together with it: the call would make it again as it was before it was written.
             fixed = is_between_ranks(instr.op) or any(
-                var.storage in self._stays for var in self._inputs[instr]
+                var.storage in self._stays for var in (*self._inputs[instr], *self._outputs[instr])
             )
             for var in self._outputs[instr]:
                 if var.storage not in static:
@@ -105,7 +105,7 @@ class _Plan:
                         self._stays.add(var.storage)
         end = next((n for n, instr in enumerate(instrs) if instr.backward), len(instrs))
         self._forward = {var.storage for instr in instrs[:end] for var in self._outputs[instr]}
-        self._there: dict[int, set[Var]] = {}  # what is in memory, by storage
+        self._there: dict[int, dict[Var, None]] = {}  # what is in memory, by storage
         self._droppable: dict[int, int] = {}  # sizes of what is worth dropping
         self._next: dict[int, int | None] = {}  # next uses; looked up again once they are past
         self._readers: dict[Var, list[Instr]] = {}
@@ -155,7 +155,7 @@ class _Plan:
     def _need(self, wanted: Sequence[Var], reader: Instr) -> None:
         """Recompute missing values and their dependencies, without dropping any of the wanted ones."""
         waiting: list[Instr] = []
-        protected = [set(wanted)]  # wanted values, then the arguments of each call that waits
+        protected = [wanted]  # values, then the arguments of each call that waits
         while True:
             missing = next((var for var in protected[-1] if not self._is_there(var)), None)
             if missing is not None:
@@ -163,7 +163,7 @@ class _Plan:
                 if maker is reader or maker in waiting:
                     raise _NoRoomError
                 waiting.append(maker)
-                protected.append(set(self._inputs[maker]))
+                protected.append(self._inputs[maker])
             elif waiting:
                 protected.pop()
                 made, held = waiting.pop(), {var.storage for group in protected for var in group}
@@ -175,7 +175,9 @@ class _Plan:
     def _run(self, instr: Instr, protected: Collection[int] = ()) -> None:
         """Add a call, after dropping values to make room for its results."""
         outputs = [var for var in self._outputs[instr] if var in self._maker]
-        new = {var.storage for var in outputs} - self._there.keys()
+        new = {var.storage for var in outputs} - {var.storage for var in self._inputs[instr]}
+        for storage in new:  # a second result of a call that runs again: made again, it must not be there twice
+            self._drop(storage)
         size = sum(self._size[storage] for storage in new)
         stays = {*protected} | {var.storage for var in (*self._inputs[instr], *outputs)}
         while self._used + size > self._budget:
@@ -184,9 +186,9 @@ class _Plan:
         self._forget = []
         self._used += size
         for var in outputs:
-            there = self._there.setdefault(var.storage, set())
+            there = self._there.setdefault(var.storage, {})
             if var not in there:
-                there.add(var)
+                there[var] = None
                 self._count(var, -1)
             if self._size[var.storage] * _FEW >= self._budget:
                 self._droppable.setdefault(var.storage, self._size[var.storage])

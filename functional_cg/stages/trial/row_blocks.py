@@ -46,7 +46,7 @@ class _Rows:
       sums: Whether its results are sums over all rows instead of rows.
     """
 
-    sliced: set[Var]
+    sliced: Sequence[Var]
     sums: bool = False
 
 
@@ -340,16 +340,16 @@ def _of_view(instr: Instr) -> _Rows | None:
     (source,) = instr.inputs()
     if not source.spec.shape or not instr.out.spec.shape or not _is_dense(source):
         return None
-    return _Rows({source})
+    return _Rows([source])
 
 
 def _of_elements(instr: Instr) -> _Rows | None:
     if not isinstance(instr.out, Var) or not instr.out.spec.shape:
         return None
-    shape, sliced = instr.out.spec.shape, set()
-    for var in instr.inputs():
+    shape, sliced = instr.out.spec.shape, []
+    for var in dict.fromkeys(instr.inputs()):
         if len(var.spec.shape) == len(shape) and var.spec.shape[0] == shape[0]:
-            sliced.add(var)
+            sliced.append(var)
         elif len(var.spec.shape) == len(shape) and var.spec.shape[0] != 1:
             return None
     return _Rows(sliced)
@@ -357,9 +357,9 @@ def _of_elements(instr: Instr) -> _Rows | None:
 
 def _along_other_axes(instr: Instr) -> _Rows | None:
     named = named_arguments(instr.op, instr.args, instr.kwargs)
-    sliced = set(instr.inputs())
+    sliced = [*dict.fromkeys(instr.inputs())]
     dims = named["dim"] if isinstance(named["dim"], (list, tuple)) else [named["dim"]]
-    axes = len(next(iter(sliced)).spec.shape)
+    axes = len(sliced[0].spec.shape)
     if not isinstance(instr.out, Var) or any(dim % axes == 0 for dim in dims) or not instr.out.spec.shape:
         return None
     return _Rows(sliced)
@@ -370,7 +370,7 @@ def _of_sum(instr: Instr) -> _Rows | None:
     if named.get("dim") is None:
         whole = _name(instr) in ("sum", "mean") and bool(named["self"].spec.shape)
         floats = whole and instr.out.spec.dtype.is_floating_point and named.get("dtype") is None
-        return _Rows({named["self"]}, sums=True) if floats else None
+        return _Rows([named["self"]], sums=True) if floats else None
     return _along_other_axes(instr)
 
 
@@ -378,11 +378,11 @@ def _of_loss(instr: Instr) -> _Rows | None:
     rows, target, _, reduction, _ = instr.args
     if len(rows.spec.shape) != 2:
         return None
-    return _Rows({rows, target}, sums=reduction in (_SUM, _MEAN)) if reduction else None
+    return _Rows([rows, target], sums=reduction in (_SUM, _MEAN)) if reduction else None
 
 
 def _of_loss_backward(instr: Instr) -> _Rows | None:
     _, rows, target, _, reduction, *_ = instr.args
     if len(rows.spec.shape) != 2 or not reduction:
         return None
-    return _Rows({rows, target})
+    return _Rows([rows, target])
