@@ -237,5 +237,6 @@ def test_a_compiled_step_computes_what_its_eager_run_does(compiled_on: str, exac
         if exact:
             assert_trees_all_equal((state, got), (expected, value))
         else:
-            assert_trees_all_close((state, got), (expected, value), rtol=1e-5, atol=1e-5)
+            # Gradients are sums of some tens, in another order.
+            assert_trees_all_close((state, got), (expected, value), rtol=1e-5, atol=1e-4)
     assert step.stats.replays == CALLS
