@@ -176,7 +176,9 @@ class _Plan:
         """Add a call, after dropping values to make room for its results."""
         outputs = [var for var in self._outputs[instr] if var in self._maker]
         new = {var.storage for var in outputs} - {var.storage for var in self._inputs[instr]}
-        for storage in new:  # a second result of a call that runs again: made again, it must not be there twice
+        for (
+            storage
+        ) in new:  # a second result of a call that runs again: made again, it must not be there twice
             self._drop(storage)
         size = sum(self._size[storage] for storage in new)
         stays = {*protected} | {var.storage for var in (*self._inputs[instr], *outputs)}
