@@ -176,10 +176,8 @@ class _Plan:
         """Add a call, after dropping values to make room for its results."""
         outputs = [var for var in self._outputs[instr] if var in self._maker]
         new = {var.storage for var in outputs} - {var.storage for var in self._inputs[instr]}
-        for (
-            storage
-        ) in new:  # a second result of a call that runs again: made again, it must not be there twice
-            self._drop(storage)
+        for storage in new:
+            self._drop(storage)  # of a call that runs again, the result that is there is made again, too
         size = sum(self._size[storage] for storage in new)
         stays = {*protected} | {var.storage for var in (*self._inputs[instr], *outputs)}
         while self._used + size > self._budget:
