@@ -97,7 +97,7 @@ def join_gradients(graph: fx.Graph) -> None:
         place = {node: number for number, node in enumerate(graph.nodes)}
         written = [number for node, number in place.items() if writes(node)]
         loss = _loss_of(nll)
-        if loss is None or is_written(nll.args[1]) or place[nll.args[1]] > place[loss.logp]:
+        if loss is None or is_written(nll.args[1]):
             continue
         last = max(place[node] for node in loss.results)
         if not any(place[loss.product] < number < last for number in written):
@@ -146,16 +146,16 @@ def _join(graph: fx.Graph, loss: _Loss, place: Mapping[fx.Node, int]) -> None:
     arguments: Any = (*loss.nll.args, loss.backward.args[0], loss.logp.args[0])
     _, target, _, reduction, ignored, grad, read = arguments
     with graph.inserting_before(loss.logp):
-        known = _before(graph, grad, place, place[loss.logp])
-        if known is None:
+        known, chosen = (_before(graph, one, place, place[loss.logp]) for one in (grad, target))
+        if known is None or chosen is None:
             return
         spec = loss.rows.meta["spec"]
         pays = may_be_padded(loss.product, spec, loss.results)
         padded = Padded.of(graph, loss.product) if pays else None
         rows = loss.rows if padded is None else padded.product
-        number = graph.call_function(_number, (target, ignored))
+        number = graph.call_function(_number, (chosen, ignored))
         scale = graph.call_function(_scale, (known, number, reduction))
-        losses = graph.call_function(_OP, (rows, target, scale, ignored, spec.shape[1]))
+        losses = graph.call_function(_OP, (rows, chosen, scale, ignored, spec.shape[1]))
         total = graph.call_function(_total, (losses, number, reduction))
         slopes = rows if padded is None else padded.part(spec)
     for item in list(loss.nll.users):
