@@ -164,8 +164,12 @@ def joined(train_step: Any) -> int:
         lambda logits, y: -mean_loss(logits, y),
         lambda logits, y: F.cross_entropy(logits.float(), y, reduction="none").mean(),
         lambda logits, y: (F.cross_entropy(logits.float(), y, reduction="none") * (y % 3)).sum() / 7,
+        lambda logits, y: F.nll_loss(logits.float().log_softmax(1), (y + 1) % CLASSES),
     ],
-    ids=["mean", "sum", "ignored", "views", "scaled", "scaled by the batch", "negative", "by row", "weighted rows"],
+    ids=[
+        "mean", "sum", "ignored", "views", "scaled", "scaled by the batch", "negative", "by row", "weighted rows",
+        "later targets",
+    ],
 )  # fmt: skip
 def test_losses_that_get_it(loss: Any) -> None:
     assert joined(step_of(loss)) == 1
@@ -255,8 +259,10 @@ def test_logits_of_f32_get_it() -> None:
         lambda logits, y: F.cross_entropy(logits.float().tanh(), y),
         lambda logits, y: mean_loss(logits[:16], y[:16]),
         lambda logits, y: mean_loss(logits, y) + F.nll_loss(logits.float().log_softmax(-1), y),
+        lambda logits, y: F.nll_loss(logp := logits.float().log_softmax(-1), logp.argmax(1)),
+        lambda logits, y: mean_loss(logits, logits.argmax(1)),
     ],
-    ids=["squared", "z-loss", "smooth", "weights", "soft cap", "small", "two of one"],
+    ids=["squared", "z-loss", "smooth", "weights", "soft cap", "small", "two of one", "own targets", "own, earlier"],
 )  # fmt: skip
 def test_losses_that_do_not(loss: Any) -> None:
     assert joined(step_of(loss)) == 0
@@ -297,16 +303,6 @@ def test_a_gradient_that_is_cast_twice_is_left_alone() -> None:
         return state, {"loss": value, "kept": kept.float().sum(0), "changed": changed.float().sum(0)}
 
     assert joined(train_step) == 0
-
-
-def test_a_target_that_is_made_after_the_log_probabilities_is_left_alone() -> None:
-    """The kernel stands where these are made, and it reads the target."""
-
-    def loss(logits: Tensor, y: Tensor) -> Tensor:
-        logp = logits.float().log_softmax(1)
-        return F.nll_loss(logp, (y + 1) % CLASSES)
-
-    assert joined(step_of(loss)) == 0
 
 
 def test_each_of_two_losses_gets_it() -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from functional_cg.stages.fx_passes.logits import read_targets_first
+from functional_cg.state.arena import BufferSpec
 
 N, CLASSES, IGNORED = 6, 11, 4
 aten = torch.ops.aten
@@ -19,7 +20,11 @@ aten = torch.ops.aten
 def recorded(fn: Any, *args: Tensor) -> fx.GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    return make_fx(fn)(*args)
+    module = make_fx(fn)(*args)
+    for node in module.graph.nodes:  # as the graphs of steps have it
+        if isinstance(value := node.meta.get("val"), Tensor):
+            node.meta["spec"] = BufferSpec.of(value)
+    return module
 
 
 def loss_and_gradient(reduction: str, cast: Any, **options: Any) -> Any:
@@ -81,9 +86,19 @@ def test_loss_and_gradients_are_the_same(cast: Any, reduction: str, dtype: torch
     )
 
 
-@pytest.mark.parametrize("cast", [widened, capped], ids=["plain", "capped"])
-def test_the_targets_are_read_before_the_rows(cast: Any) -> None:
-    module = recorded(loss_and_gradient("mean", cast), *arguments(torch.float32))
+def with_later_targets(h: Tensor, w: Tensor, target: Tensor) -> Any:
+    logp = widened(F.linear(h, w)).log_softmax(1)
+    loss = F.nll_loss(logp, (target + 1).clamp(max=CLASSES - 1).flatten(), ignore_index=IGNORED + 1)
+    return loss, *torch.autograd.grad(loss, [h, w])
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [loss_and_gradient("mean", widened), loss_and_gradient("mean", capped), with_later_targets],
+    ids=["plain", "capped", "later targets"],
+)
+def test_the_targets_are_read_before_the_rows(fn: Any) -> None:
+    module = recorded(fn, *arguments(torch.float32))
     read_targets_first(module.graph)
     names = [getattr(target, "__name__", "") for target in targets(module.graph)]
     assert names.index("_picked") < names.index("_log_softmax") < names.index("_loss")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 
 import functional_cg as fcg
@@ -246,3 +247,33 @@ def test_each_turn_of_a_loop_reads_its_row_of_a_half_of_a_gradient(monkeypatch: 
     plans = [assert_replays(Loop(times), as_it_is) for times in (8, 12)]
     assert all(isinstance(plan, PartsPlan) for plan in plans)
     assert plans[0].functions == plans[1].functions <= 7
+
+
+def test_the_gradient_of_a_large_loss_lies_in_the_memory_of_the_logits() -> None:
+    """Its targets are a view, which a part takes in front of the loss and not in front of the log-probabilities."""
+    width, classes = 8, 33_000
+
+    def train_step(state: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            h, y = batch["x"].flatten(0, 1), batch["y"].flatten()
+            for w, b in params["blocks"]:
+                h = h + torch.tanh(h @ w + b) @ w.T
+            return F.cross_entropy((h @ params["head"]).float(), y)
+
+        loss, grads = fcg.value_and_grad(loss_fn)(state)
+        return fcg.tree.map(lambda p, g: p - g, state, grads), {"loss": loss}
+
+    blocks = [(torch.eye(width), torch.ones(width)) for _ in range(12)]
+    state = fcg.place({"blocks": blocks, "head": torch.ones(width, classes)})
+    batch = {"x": torch.ones(2, 300, width), "y": torch.zeros(2, 300, dtype=torch.int64)}
+    lowered = fcg.graph_step(train_step, lowering="aten").lower(state, batch)
+    prepare(lowered.program, large=1)
+    plan = in_parts(lowered.program, torch.device("cuda"), None, lowered.reference, in_place=True)
+    assert plan is not None
+    losses = [
+        node
+        for head in plan._heads
+        for node in head.graph.graph.nodes
+        if "cross_entropy_" in str(node.target)
+    ]
+    assert len(losses) == 1

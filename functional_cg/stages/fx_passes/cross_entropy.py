@@ -10,22 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from .canonical import CAST, VIEWS, is_written, narrow_views, softmax_by_rows, softmax_in_fp32
-from .logits import is_large, product_of, writes
+from .logits import before, is_large, product_of, read_targets_first, writes
 from .padding import Padded, may_be_padded
 
-__all__ = ["join_gradients"]
+__all__ = ["join_gradients", "rewrite_losses"]
 
 _aten = torch.ops.aten
 _GRADIENT = _aten._log_softmax_backward_data.default
-_LIKE: Mapping[Any, float] = MappingProxyType({_aten.ones_like.default: 1.0, _aten.zeros_like.default: 0.0})
-_FEW = 16  # calls that computing the gradient of the loss may take
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 _library = torch.library.Library("fcg", "FRAGMENT")
@@ -81,6 +78,16 @@ class _Loss:
     results: tuple[fx.Node, ...]
     rows: fx.Node
     product: fx.Node
+
+
+def rewrite_losses(graph: fx.Graph) -> None:
+    """Let the gradients of large cross-entropies lie in the memory of the logits: by the kernel, or by an early read.
+
+    Args:
+      graph: The graph; its nodes have their ``spec`` in ``meta``.
+    """
+    join_gradients(graph)
+    read_targets_first(graph)
 
 
 def join_gradients(graph: fx.Graph) -> None:
@@ -146,7 +153,7 @@ def _join(graph: fx.Graph, loss: _Loss, place: Mapping[fx.Node, int]) -> None:
     arguments: Any = (*loss.nll.args, loss.backward.args[0], loss.logp.args[0])
     _, target, _, reduction, ignored, grad, read = arguments
     with graph.inserting_before(loss.logp):
-        known, chosen = (_before(graph, one, place, place[loss.logp]) for one in (grad, target))
+        known, chosen = (before(graph, one, place, place[loss.logp]) for one in (grad, target))
         if known is None or chosen is None:
             return
         spec = loss.rows.meta["spec"]
@@ -181,42 +188,6 @@ def _erase(graph: fx.Graph, rows: fx.Node) -> None:
             return
         assert isinstance(source, fx.Node)
         rows = source
-
-
-def _before(graph: fx.Graph, node: fx.Node, place: Mapping[fx.Node, int], end: int) -> fx.Node | None:
-    """Compute a node's value before a place; return None if that is impossible or takes too many calls."""
-    needed: set[fx.Node] = set()
-    front = [node]
-    while front:
-        one = front.pop()
-        if one in needed or place.get(one, end) < end:
-            continue
-        if one not in place or not _is_plain(one) or len(needed) == _FEW:
-            return None
-        needed.add(one)
-        front += [] if one.target in _LIKE else one.all_input_nodes
-    made: dict[fx.Node, fx.Node] = {}
-    for one in sorted(needed, key=place.__getitem__):
-        spec = one.meta["spec"]
-        if one.target in _LIKE:
-            options = {"dtype": spec.dtype, "device": spec.device}
-            made[one] = graph.call_function(
-                _aten.full.default, (list(spec.shape), _LIKE[one.target]), options
-            )
-        else:
-            made[one] = graph.node_copy(one, lambda known: made.get(known, known))
-    return made.get(node, node)
-
-
-def _is_plain(node: fx.Node) -> bool:
-    """Whether a call may be made earlier: it is no collective, writes nothing and is not the loss itself."""
-    return (
-        isinstance(node.target, torch._ops.OpOverload)
-        and node.target.namespace == "aten"
-        and node.target is not _aten.nll_loss_forward.default
-        and not writes(node)
-        and "spec" in node.meta
-    )
 
 
 def _number(target: Tensor, ignored: int) -> Tensor:

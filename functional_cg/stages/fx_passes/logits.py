@@ -13,6 +13,8 @@ That element is the sum, so no pass over the row is needed. The operations and v
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,13 +25,15 @@ from ..program import Program
 from .canonical import CAST, VIEWS, is_written
 
 __all__ = [
-    "has_large_logits", "is_large", "product_of", "read_targets_first", "writes",
+    "before", "has_large_logits", "is_large", "product_of", "read_targets_first", "writes",
 ]  # fmt: skip
 
 _LARGE = 2**25  # bytes
 _aten = torch.ops.aten
 _GRADIENT = _aten._log_softmax_backward_data.default
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
+_LIKE: Mapping[Any, float] = MappingProxyType({_aten.ones_like.default: 1.0, _aten.zeros_like.default: 0.0})
+_FEW = 16  # calls that may be made earlier for one value
 
 # An op, so that the compiler reads the logits here and not where the loss needs them.
 _library = torch.library.Library("fcg", "FRAGMENT")
@@ -57,6 +61,50 @@ def has_large_logits(program: Program) -> bool:
     )
 
 
+def before(graph: fx.Graph, node: fx.Node, place: Mapping[fx.Node, int], end: int) -> fx.Node | None:
+    """Return a node's value before a place, computed there if need be; None if that is impossible or takes too much.
+
+    Args:
+      graph: The graph; calls are added where it inserts.
+      node: The node.
+      place: Where each node stands.
+      end: The place.
+    """
+    needed: set[fx.Node] = set()
+    front = [node]
+    while front:
+        one = front.pop()
+        if one in needed or place.get(one, end) < end:
+            continue
+        if one not in place or not _is_plain(one) or len(needed) == _FEW:
+            return None
+        needed.add(one)
+        front += [] if one.target in _LIKE else one.all_input_nodes
+    made: dict[fx.Node, fx.Node] = {}
+    for one in sorted(needed, key=place.__getitem__):
+        spec = one.meta["spec"]
+        if one.target in _LIKE:
+            options = {"dtype": spec.dtype, "device": spec.device}
+            made[one] = graph.call_function(
+                _aten.full.default, (list(spec.shape), _LIKE[one.target]), options
+            )
+        else:
+            made[one] = graph.node_copy(one, lambda known: made.get(known, known))
+    return made.get(node, node)
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether a call may be made earlier: no collective, nor the loss, nor one that writes or makes a large value."""
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace == "aten"
+        and node.target is not _aten.nll_loss_forward.default
+        and not writes(node)
+        and "spec" in node.meta
+        and not is_large(node.meta["spec"])
+    )
+
+
 def is_large(spec: BufferSpec) -> bool:
     """Whether log-probabilities are so large that saving their memory is worth extra kernels."""
     return spec.nbytes >= _LARGE
@@ -72,12 +120,15 @@ def read_targets_first(graph: fx.Graph) -> None:
             continue
         rows, dim, widened = logp.args
         product, calls = _product_and_calls(rows)
-        if product is None or dim != 1 or is_written(target) or place[target] > place[logp]:
+        if product is None or dim != 1 or is_written(target):
             continue
         if any(place[product] < number < place[nll] for number in written):
             continue  # a value read at another place may differ there
         with graph.inserting_before(logp):
-            picked, again = _items(graph, _picked, (product, rows, target, ignored), 2)
+            chosen = before(graph, target, place, place[logp])
+            if chosen is None:
+                continue
+            picked, again = _items(graph, _picked, (product, rows, chosen, ignored), 2)
             for call in calls:
                 picked = _for_one(graph, call, picked)
             picked = graph.call_function(_widened, (picked, widened))

@@ -18,8 +18,8 @@ from ..branches.listing import Timeline, in_line
 from ..branches.plan import Lanes, Spread
 from ..branches.wrapper import UnknownStatement, Wrapper
 from ..fx_passes.canonical import pick_by_comparison
-from ..fx_passes.cross_entropy import join_gradients
-from ..fx_passes.logits import has_large_logits, read_targets_first
+from ..fx_passes.cross_entropy import rewrite_losses
+from ..fx_passes.logits import has_large_logits
 from ..fx_passes.products import batch_gradients
 from ..passes.fused import group_size, in_place, split_light, written_pairs
 from ..passes.rewrite import clears, range_tensor
@@ -226,8 +226,7 @@ class InPlacePlan:
         if self._small:
             batch_gradients(self._graph.graph)
         elif has_large_logits(self._program):
-            join_gradients(self._graph.graph)
-            read_targets_first(self._graph.graph)
+            rewrite_losses(self._graph.graph)
 
     def _compile(self, arguments: Sequence[Tensor], *, beside: bool) -> Callable[..., Any]:
         return by_inductor(

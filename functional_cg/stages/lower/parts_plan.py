@@ -10,8 +10,8 @@ import torch
 
 from ...state.outline import count
 from ..fx_passes.canonical import pick_by_comparison
-from ..fx_passes.cross_entropy import join_gradients
-from ..fx_passes.logits import has_large_logits, read_targets_first
+from ..fx_passes.cross_entropy import rewrite_losses
+from ..fx_passes.logits import has_large_logits
 from ..passes.bounds import check_values
 from ..plan import AtenPlan, Buffers, Run
 from ..program import Instr, Program
@@ -74,8 +74,7 @@ class PartsPlan:
         if not on_host and known:
             pick_by_comparison(graph.graph)
             if self._large:
-                join_gradients(graph.graph)
-                read_targets_first(graph.graph)
+                rewrite_losses(graph.graph)
             graph.recompile()
         compile_it = self._compiler or partial(
             by_inductor, self._program.function, on_host=on_host, small=False, in_order=False
