@@ -13,6 +13,7 @@ MODES = "tests/test_kernel_modes.py::"
 HALF = "tests/test_half_precision.py::"
 SIGNS = "tests/test_signs.py::"
 PRODUCTS = "tests/test_cumulative.py::"
+REMAT = "tests/test_remat_plan.py::"
 NO_GPU = "decided on the host, the same on every device"
 
 SILENT = (
@@ -299,5 +300,41 @@ SILENT = (
         (("values.masked_fill(zero | ~between, 1)", "values.masked_fill(~between, 1)"),),
         (f"{PRODUCTS}test_the_gradient_is_that_of_torch",),
         no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N201",
+        "a value is recomputed together with one that has been written since, which is then as it was before",
+        (
+            (
+                "var.storage in self._stays for var in (*self._inputs[instr], *self._outputs[instr])",
+                "var.storage in self._stays for var in self._inputs[instr]",
+            ),
+        ),
+        (f"{REMAT}test_in_less_memory_each_call_reads_the_same",),
+        no_gpu="the plan is made on the host",
+    ),
+    Mutant(
+        "N202",
+        "what a call makes again is in memory twice, and counts once",
+        (
+            (
+                "- {var.storage for var in self._inputs[instr]}\n        for storage in new:\n",
+                "- self._there.keys()\n        for storage in ():\n",
+            ),
+        ),
+        (f"{REMAT}test_in_less_memory_each_call_reads_the_same",),
+        no_gpu="the plan is made on the host",
+    ),
+    Mutant(
+        "N203",
+        "a loss whose targets are computed late takes the memory of its logits twice",
+        (
+            (
+                "if one in needed or place.get(one, end) < end:\n            continue\n",
+                "if one in needed or place.get(one, end) < end:\n            continue\n        return None\n",
+            ),
+        ),
+        ("tests/test_parts.py::test_the_gradient_of_a_large_loss_lies_in_the_memory_of_the_logits",),
+        no_gpu="told from the graph",
     ),
 )
