@@ -268,8 +268,8 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
         not fused, so it is cut before products, convolutions and attention, which no compiler fuses with what they
         read. Off by default: memory that a part has read is free only when the part ends, and there are more launches.
         Of GPT-2 of transformers on an H100 with 48 layers, it halves the first call (85 of 168 s) and costs at most
-        1.5 % of each step and 9 % of memory; with 12 layers it saves a seventh, for at most 4 % of each step. A step with
-        collectives, one over flat vectors (``optim.flatten``) and one that repeats little stay one function. Its
+        1.5 % of each step and 9 % of memory; with 12 layers it saves a seventh, for at most 4 % of each step. A step
+        with collectives, one over flat vectors (``optim.flatten``) and one that repeats little stay one function. Its
         calls run in one line.
     Raises:
       FunctionalCGError: At the call; the state passed in stays valid. See :mod:`functional_cg.errors`.
