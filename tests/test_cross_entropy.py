@@ -305,6 +305,17 @@ def test_a_gradient_that_is_cast_twice_is_left_alone() -> None:
     assert joined(train_step) == 0
 
 
+def test_large_values_are_not_computed_twice_for_targets_that_are_made_of_them() -> None:
+    def loss(logits: Tensor, y: Tensor) -> Tensor:
+        logp = logits.float().log_softmax(1)
+        return F.nll_loss(logp, torch.where(y == IGNORED, y, logp.argmax(1)))
+
+    module, _ = graph_of(step_of(loss), initial(), batch(3))
+    before = [node.name for node in module.graph.nodes]
+    read_targets_first(module.graph)
+    assert [node.name for node in module.graph.nodes] == before
+
+
 def test_each_of_two_losses_gets_it() -> None:
     def train_step(state: Any, batch: Any) -> Any:
         def fn(p: Any) -> Any:

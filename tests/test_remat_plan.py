@@ -65,9 +65,8 @@ class Machine:
 
     def run(self, actions: Sequence[Action], sizes: dict[int, int]) -> list[tuple[Instr, Any]]:
         """Return each call that only reads, with what it reads."""
-        memory = {
-            var: [*one] for var, one in self._given.items()
-        }  # [content, bytes]; views have one list in common
+        # Content and bytes of each variable; views have one list in common.
+        memory = {var: [*one] for var, one in self._given.items()}
         self.most, seen = 0, []
         for action in actions:
             for var in action.forget:
