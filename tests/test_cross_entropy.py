@@ -24,6 +24,8 @@ from tests.compiled_graphs import assert_same_results, graph_of
 IGNORED = -100
 ROWS, CLASSES, WIDTH = 256, 33_000, 8  # 32 MiB of log-probabilities: large enough
 OP = torch.ops.fcg.cross_entropy_.default
+NO_CHAIN = ([], [], [])
+HALF, WIDE = torch.bfloat16, torch.float32
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
@@ -48,7 +50,7 @@ def test_losses_and_slopes_are_those_of_torch(device: str, dtype: torch.dtype, c
     expected, slopes = judge(rows, target, 0.25)
     mine = rows.to(device)
     scale = torch.tensor(0.25, device=device)
-    losses = OP(mine, target.to(device), scale, IGNORED, mine.shape[1])
+    losses = OP(mine, target.to(device), scale, IGNORED, mine.shape[1], *NO_CHAIN)
     # fp32 arithmetic on sums of up to 50,257 terms; the gradient is rounded to the dtype of the logits once.
     torch.testing.assert_close(losses.double().cpu(), expected, rtol=1e-5, atol=1e-5)
     rounding = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
@@ -62,7 +64,7 @@ def test_targets_may_be_a_column(device: str) -> None:
     rows, target = torch.randn(9, 50), torch.randint(0, 50, (9, 3))[:, 1]
     expected, slopes = judge(rows, target, 1.0)
     mine = rows.to(device)
-    losses = OP(mine, target.to(device), torch.ones((), device=device), IGNORED, mine.shape[1])
+    losses = OP(mine, target.to(device), torch.ones((), device=device), IGNORED, mine.shape[1], *NO_CHAIN)
     torch.testing.assert_close(losses.double().cpu(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(mine.double().cpu(), slopes, rtol=1e-5, atol=1e-7)
 
@@ -77,16 +79,56 @@ def test_masked_classes_and_extreme_logits(device: str) -> None:
     target = torch.tensor([8999, 5, 7, 0])
     expected, slopes = judge(rows, target, 1.0)
     mine = rows.to(device)
-    losses = OP(mine, target.to(device), torch.ones((), device=device), IGNORED, mine.shape[1])
+    losses = OP(mine, target.to(device), torch.ones((), device=device), IGNORED, mine.shape[1], *NO_CHAIN)
     torch.testing.assert_close(losses.double().cpu(), expected, equal_nan=True)
     torch.testing.assert_close(mine.double().cpu(), slopes, equal_nan=True)
+
+
+# Calls, numbers and dtypes of what is made of logits before their loss.
+CHAINS = {
+    "cap": (HALF, ["div", "tanh", "mul"], [30.0, 1.0, 30.0], [HALF] * 3),
+    "cap, then cast": (HALF, ["div", "tanh", "mul", "cast"], [30.0, 1.0, 30.0, 1.0], [HALF] * 3 + [WIDE]),
+    "cast, then cap": (HALF, ["cast", "mul", "tanh", "mul"], [1.0, 0.07, 1.0, 9.0], [WIDE] * 4),
+    "halves": (torch.float16, ["div", "tanh", "mul"], [5.0, 1.0, 5.0], [torch.float16] * 3),
+    "narrowed": (WIDE, ["tanh", "cast", "mul"], [1.0, 1.0, 3.0], [WIDE, HALF, HALF]),
+    "scale": (HALF, ["div"], [8.0], [HALF]),
+    "two caps": (WIDE, ["tanh", "mul", "tanh"], [1.0, 3.0, 1.0], [WIDE] * 3),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("classes", [17, 2048, 5000])
+def test_what_is_made_of_logits_is_made_in_the_kernel(device: str, chain: str, classes: int) -> None:
+    """Losses and slopes are those of the same calls one by one; where a call rounds, the kernel rounds."""
+    torch.manual_seed(classes)
+    dtype, *links = CHAINS[chain]
+    rows = torch.cat([torch.randn(40, classes) * 40, torch.randn(9, classes) * 0.2]).to(device, dtype)
+    rows[0, :9] = torch.tensor([0.0, -0.0, 1e-6, 0.25, -0.25, 0.2499, 30.0, torch.inf, -torch.inf])
+    target = torch.randint(0, classes, (49,), device=device)
+    target[[1, 4]] = IGNORED
+    leaf = rows.clone().requires_grad_()
+    made = leaf
+    for call, number, into in zip(*links, strict=True):
+        made = {"cast": made, "mul": made * number, "div": made / number, "tanh": made.tanh()}[call].to(into)
+    losses = F.cross_entropy(made.float(), target, reduction="none", ignore_index=IGNORED)
+    (slopes,) = torch.autograd.grad((losses * 0.25).sum(), leaf)
+    found = OP(rows, target, torch.tensor(0.25, device=device), IGNORED, classes, *links)
+    # A tanh whose last bit differs may round the other way, which moves all that follows from it.
+    halves = {dtype, *links[2]} - {WIDE}
+    atol, rtol = (1e-3, 2**-6) if halves else (1e-5, 2e-5)
+    torch.testing.assert_close(found, losses.detach(), rtol=1e-4, atol=atol, equal_nan=True)
+    torch.testing.assert_close(rows, slopes, rtol=rtol, atol=1e-6, equal_nan=True)
+    same = (rows == slopes) | (rows.isnan() & slopes.isnan())
+    assert not halves or same.float().mean() > 0.97
+    assert rows[[1, 4]].eq(0).all()
 
 
 @pytest.mark.cuda
 def test_rows_beyond_32_bits_of_elements() -> None:
     rows = torch.zeros(43_000, 50_304, dtype=torch.bfloat16, device="cuda")
     target = torch.arange(43_000, device="cuda")
-    losses = OP(rows, target, torch.ones((), device="cuda"), IGNORED, rows.shape[1])
+    losses = OP(rows, target, torch.ones((), device="cuda"), IGNORED, rows.shape[1], *NO_CHAIN)
     torch.testing.assert_close(losses, torch.full_like(losses, 50_304).log())
     assert rows[-1, 42_999].item() == pytest.approx(-1, abs=1e-2)
     assert rows[-1, :42_999].eq(torch.tensor(1 / 50_304).bfloat16().item()).all()
@@ -99,7 +141,7 @@ def test_a_target_that_is_no_class_is_an_error_on_the_device() -> None:
         import functional_cg
         rows = torch.zeros(2, 100, device="cuda")
         target = torch.tensor([3, 100], device="cuda")
-        torch.ops.fcg.cross_entropy_(rows, target, torch.ones((), device="cuda"), {IGNORED}, 100)
+        torch.ops.fcg.cross_entropy_(rows, target, torch.ones((), device="cuda"), {IGNORED}, 100, [], [], [])
         torch.cuda.synchronize()
     """)
     found = subprocess.run(
@@ -165,10 +207,15 @@ def joined(train_step: Any) -> int:
         lambda logits, y: F.cross_entropy(logits.float(), y, reduction="none").mean(),
         lambda logits, y: (F.cross_entropy(logits.float(), y, reduction="none") * (y % 3)).sum() / 7,
         lambda logits, y: F.nll_loss(logits.float().log_softmax(1), (y + 1) % CLASSES),
+        lambda logits, y: F.cross_entropy(logits.float().tanh(), y),
+        lambda logits, y: mean_loss(30.0 * torch.tanh(logits / 30.0), y),
+        lambda logits, y: mean_loss(logits.view(2, -1, CLASSES).div(3).tanh().mul(2).flatten(0, 1), y),
+        lambda logits, y: F.cross_entropy((logits.view(2, -1, CLASSES).float() / 8).flatten(0, 1), y),
+        lambda logits, y: mean_loss((torch.tanh(logits) * 3).tanh() * 0.5, y),
     ],
     ids=[
         "mean", "sum", "ignored", "views", "scaled", "scaled by the batch", "negative", "by row", "weighted rows",
-        "later targets",
+        "later targets", "tanh", "cap", "cap of views", "scaled logits", "two caps",
     ],
 )  # fmt: skip
 def test_losses_that_get_it(loss: Any) -> None:
@@ -189,6 +236,12 @@ SPELLINGS = {
     "rounded log-probabilities": rounded,
     "flattened": lambda logits: logits.flatten(0, 1).float(),
 }
+CAPS = {
+    "none": lambda logits: logits,
+    "cap": lambda logits: 30.0 * torch.tanh(logits / 30.0),
+    "cap in fp32": lambda logits: torch.tanh(logits.float() / 3.0).mul(3.0),
+    "scale": lambda logits: logits * 0.125,
+}
 PRODUCTS = {
     "linear": lambda x, head, bias: F.linear(x, head),
     "with a bias": F.linear,
@@ -198,20 +251,21 @@ PRODUCTS = {
 
 @given(
     st.sampled_from(sorted(SPELLINGS)),
+    st.sampled_from(sorted(CAPS)),
     st.sampled_from(sorted(PRODUCTS)),
     st.sampled_from([33_000, 33_001, 33_002]),
     st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
     st.sampled_from(["mean", "sum"]),
 )
 def test_the_spelling_does_not_matter(
-    spelling: str, product: str, classes: int, dtype: torch.dtype, reduction: str
+    spelling: str, cap: str, product: str, classes: int, dtype: torch.dtype, reduction: str
 ) -> None:
-    """Casts and views in any order, odd numbers of classes: one kernel, on the product, and no copy of its rows."""
+    """Casts, caps and views in any order, odd numbers of classes: one kernel, on the product, no copy of its rows."""
 
     def train_step(state: Any, batch: Any) -> Any:
         def fn(p: Any) -> Tensor:
             x = batch["x"].to(dtype).view(2, -1, WIDTH)
-            logits = PRODUCTS[product](x, p["head"].to(dtype), p["bias"].to(dtype))
+            logits = CAPS[cap](PRODUCTS[product](x, p["head"].to(dtype), p["bias"].to(dtype)))
             spell = SPELLINGS[spelling]
             if spell is None:
                 logp = logits.float().log_softmax(-1).view(-1, classes)
@@ -256,16 +310,54 @@ def test_logits_of_f32_get_it() -> None:
         lambda logits, y: mean_loss(logits, y) + 1e-4 * logits.float().logsumexp(1).square().mean(),
         lambda logits, y: F.cross_entropy(logits.float(), y, label_smoothing=0.1),
         lambda logits, y: F.cross_entropy(logits.float(), y, weight=torch.ones(CLASSES)),
-        lambda logits, y: F.cross_entropy(logits.float().tanh(), y),
+        lambda logits, y: F.cross_entropy(logits.float().sigmoid(), y),
+        lambda logits, y: mean_loss(logits * (y.max() * 0 + 2), y),
+        lambda logits, y: mean_loss(capped := logits.tanh(), y) + capped.max(),
+        lambda logits, y: mean_loss(logits.tanh(), y) + logits.max(),
+        lambda logits, y: mean_loss(logits + 1.0, y),
         lambda logits, y: mean_loss(logits[:16], y[:16]),
         lambda logits, y: mean_loss(logits, y) + F.nll_loss(logits.float().log_softmax(-1), y),
         lambda logits, y: F.nll_loss(logp := logits.float().log_softmax(-1), logp.argmax(1)),
         lambda logits, y: mean_loss(logits, logits.argmax(1)),
     ],
-    ids=["squared", "z-loss", "smooth", "weights", "soft cap", "small", "two of one", "own targets", "own, earlier"],
+    ids=[
+        "squared", "z-loss", "smooth", "weights", "sigmoid", "scaled by a value", "cap that is read",
+        "logits that are read", "shifted", "small", "two of one", "own targets", "own, earlier",
+    ],
 )  # fmt: skip
 def test_losses_that_do_not(loss: Any) -> None:
     assert joined(step_of(loss)) == 0
+
+
+class _OtherSlope(torch.autograd.Function):
+    """A cap with the gradient of another one."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, other: Any) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(logits)
+        ctx.other = other
+        return 3.0 * torch.tanh(logits / 3.0)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Any:  # type: ignore[override]
+        (logits,) = ctx.saved_tensors
+        times, over, made = ctx.other(logits)
+        return torch.ops.aten.tanh_backward(slope * times, made) / over, None
+
+
+@pytest.mark.parametrize(
+    ("other", "gets_it"),
+    [
+        (lambda x: (3.0, 3.0, torch.tanh(x / 3.0)), True),
+        (lambda x: (2.0, 3.0, torch.tanh(x / 3.0)), False),
+        (lambda x: (3.0, 2.0, torch.tanh(x / 3.0)), False),
+        (lambda x: (3.0, 3.0, torch.tanh(x / 2.0)), False),
+        (lambda x: (3.0, 3.0, torch.tanh(x)), False),
+    ],
+    ids=["its own", "other factor", "other divisor", "of another value", "of the logits"],
+)
+def test_a_cap_gets_it_with_its_own_gradient_alone(other: Any, gets_it: bool) -> None:
+    assert joined(step_of(lambda logits, y: mean_loss(_OtherSlope.apply(logits, other), y))) == gets_it
 
 
 def test_a_gradient_that_takes_many_calls_is_not_computed_earlier() -> None:

@@ -20,6 +20,7 @@ from ...state.arena import BufferSpec
 __all__ = [
     "CAST",
     "VIEWS",
+    "as_shape",
     "is_written",
     "narrow_views",
     "pick_by_comparison",
@@ -120,11 +121,13 @@ def softmax_by_rows(graph: fx.Graph) -> None:
         if len(spec.shape) == 2:
             continue
         with graph.inserting_before(node):
-            tensors = {arg: _as(graph, arg, _rows(spec.shape)) for arg in dict.fromkeys(node.all_input_nodes)}
+            tensors = {
+                arg: as_shape(graph, arg, _rows(spec.shape)) for arg in dict.fromkeys(node.all_input_nodes)
+            }
             made = graph.node_copy(node, tensors.__getitem__)
             made.update_arg(position, 1)
             made.meta["spec"] = replace(spec, shape=_rows(spec.shape), stride=(spec.shape[-1], 1))
-            result = _as(graph, made, spec.shape)
+            result = as_shape(graph, made, spec.shape)
         node.replace_all_uses_with(result)
         graph.erase_node(node)
     for node in list(graph.nodes):
@@ -139,11 +142,12 @@ def _rows(shape: Sequence[int]) -> tuple[int, int]:
     return (torch.Size(shape[:-1]).numel(), shape[-1])
 
 
-def _as(graph: fx.Graph, value: fx.Node, shape: Sequence[int]) -> fx.Node:
+def as_shape(graph: fx.Graph, value: fx.Node, shape: Sequence[int]) -> fx.Node:
     """View a value in a shape, whose last dimension is the value's."""
     view = graph.call_function(_aten.reshape.default, (value, list(shape)))
-    strides = torch.empty(shape, device="meta").stride()
-    view.meta["spec"] = replace(value.meta["spec"], shape=tuple(shape), stride=strides)
+    spec: BufferSpec = value.meta["spec"]
+    strides = torch.empty_strided(spec.shape, spec.stride, device="meta").reshape(shape).stride()
+    view.meta["spec"] = replace(spec, shape=tuple(shape), stride=strides)
     return view
 
 

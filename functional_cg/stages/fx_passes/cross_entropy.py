@@ -8,15 +8,17 @@ sum over the classes is added up in another order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from .canonical import CAST, VIEWS, is_written, narrow_views, softmax_by_rows, softmax_in_fp32
-from .logits import before, is_large, product_of, read_targets_first, writes
+from ...state.arena import BufferSpec
+from .canonical import VIEWS, as_shape, is_written, narrow_views, softmax_by_rows, softmax_in_fp32
+from .capped import Link, back_through, chain_of, gradient_of, through
+from .logits import before, is_by_element, is_large, product_and_calls, read_targets_first, writes
 from .padding import Padded, may_be_padded
 
 __all__ = ["join_gradients", "rewrite_losses"]
@@ -25,32 +27,42 @@ _aten = torch.ops.aten
 _GRADIENT = _aten._log_softmax_backward_data.default
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
+_FIELDS = ("call", "number", "dtype")  # of a link, in the order of the op's arguments
+
 _library = torch.library.Library("fcg", "FRAGMENT")
 _library.define(
-    "cross_entropy_(Tensor(a!) rows, Tensor target, Tensor scale, int ignored, int classes) -> Tensor"
+    "cross_entropy_(Tensor(a!) rows, Tensor target, Tensor scale, int ignored, int classes, str[] calls, "
+    "float[] numbers, ScalarType[] dtypes) -> Tensor"
 )
 _OP = torch.ops.fcg.cross_entropy_.default
 
 
-def _cross_entropy_cpu(rows: Tensor, target: Tensor, scale: Tensor, ignored: int, classes: int) -> Tensor:
+def _cross_entropy_cpu(
+    rows: Tensor, target: Tensor, scale: Tensor, ignored: int, classes: int, *links: Sequence[Any]
+) -> Tensor:
+    chain = tuple(map(Link, *links))
     counts = target != ignored
     index = torch.where(counts, target, 0).unsqueeze(1)
-    logits = rows[:, :classes].float()
+    values = through(rows[:, :classes], chain)
+    logits = values[-1].float()
     shifted = logits - logits.amax(1, keepdim=True)
     found = shifted - shifted.exp().sum(1, keepdim=True).log()
     factor = torch.where(counts, scale, 0).unsqueeze(1)
+    slopes = (found.exp() * factor).scatter_add_(1, index, -factor)
+    rows[:, :classes] = back_through(slopes, values, chain)
     rows[:, classes:] = 0
-    rows[:, :classes] = (found.exp() * factor).scatter_add_(1, index, -factor)
     return torch.where(counts, -found.gather(1, index).squeeze(1), 0)
 
 
-def _cross_entropy_cuda(rows: Tensor, target: Tensor, scale: Tensor, ignored: int, classes: int) -> Tensor:
+def _cross_entropy_cuda(
+    rows: Tensor, target: Tensor, scale: Tensor, ignored: int, classes: int, *links: Sequence[Any]
+) -> Tensor:
     from ...tensors.cross_entropy_triton import cross_entropy_cuda
 
-    return cross_entropy_cuda(rows, target, scale, ignored, classes)
+    return cross_entropy_cuda(rows, target, scale, ignored, classes, *links)
 
 
-def _cross_entropy_fake(rows: Tensor, target: Tensor, scale: Tensor, ignored: int, classes: int) -> Tensor:
+def _cross_entropy_fake(rows: Tensor, target: Tensor, *_: Any) -> Tensor:
     return rows.new_empty(target.shape, dtype=torch.float32)
 
 
@@ -67,17 +79,21 @@ class _Loss:
       nll: The loss.
       logp: The log-probabilities.
       backward: The gradient of the log-probabilities.
-      results: The gradient of the logits, in their dtype.
+      result: The gradient of the logits, in their dtype.
       rows: The logits, [n, classes], which the kernel overwrites.
       product: The matrix product that makes them.
+      chain: What is made of them before the loss.
+      between: What is made of the product on the way to the result.
     """
 
     nll: fx.Node
     logp: fx.Node
     backward: fx.Node
-    results: tuple[fx.Node, ...]
+    result: fx.Node
     rows: fx.Node
     product: fx.Node
+    chain: tuple[Link, ...]
+    between: set[fx.Node]
 
 
 def rewrite_losses(graph: fx.Graph) -> None:
@@ -106,8 +122,7 @@ def join_gradients(graph: fx.Graph) -> None:
         loss = _loss_of(nll)
         if loss is None or is_written(nll.args[1]):
             continue
-        last = max(place[node] for node in loss.results)
-        if not any(place[loss.product] < number < last for number in written):
+        if not any(place[loss.product] < number < place[loss.result] for number in written):
             _join(graph, loss, place)
 
 
@@ -117,62 +132,102 @@ def _loss_of(nll: fx.Node) -> _Loss | None:
     logp, _, weight, *_ = arguments
     if weight is not None or logp.target is not _aten._log_softmax.default:
         return None
-    read = logp.args[0]
-    product, rows = product_of(read), read.args[0] if read.target is CAST else read
+    product, calls = product_and_calls(logp.args[0])
+    chain = chain_of(calls)
     of_logp = [user for user in logp.users if user.target is _aten.nll_loss_backward.default]
-    if product is None or not is_large(logp.meta["spec"]) or len(of_logp) != 1:
+    if product is None or chain is None or not is_large(logp.meta["spec"]) or len(of_logp) != 1:
         return None
     backward, slopes = of_logp[0], list(of_logp[0].users)
     if backward.args[1:6] != nll.args or [slope.target for slope in slopes] != [_GRADIENT]:
         return None
     slope = slopes[0]
-    results = tuple(slope.users) if rows is not read else (slope,)
-    spec = rows.meta["spec"]
+    found = gradient_of(slope, calls, lambda value, call: _is_remade(value, call, product))
+    if found is None:
+        return None
+    result, readers = found
+    rows = _rows(product, calls, logp)
+    between = _between(product, {logp, *readers})
+    spec: BufferSpec = rows.meta["spec"]
     fits = (
-        len(results) == 1
-        and slope.args[:3] == (backward, logp, 1)
+        slope.args[:3] == (backward, logp, 1)
         and set(logp.users) == {nll, backward, slope}
         and logp.meta["spec"].dtype is torch.float32
         and spec.dtype in _DTYPES
+        and spec.shape == logp.meta["spec"].shape
         and spec.stride == (spec.shape[1], 1)
-        and all(node.meta["spec"].dtype is spec.dtype for node in results)
-        and all(node.target is CAST for node in results if node is not slope)
-        and all(_leads_to(user, logp) for user in product.users)
+        and result.meta["spec"].dtype is spec.dtype
     )
-    return _Loss(nll, logp, backward, results, rows, product) if fits else None
+    if not fits or between is None:
+        return None
+    between |= {nll, logp, backward, *_path(slope, result)}
+    return _Loss(nll, logp, backward, result, rows, product, chain, between)
 
 
-def _leads_to(node: fx.Node, reader: fx.Node) -> bool:
-    """Whether a node is the reader, or a view or cast all of whose uses lead to it."""
-    passes = node.target in VIEWS or node.target is CAST
-    return node is reader or (passes and all(_leads_to(user, reader) for user in node.users))
+def _rows(product: fx.Node, calls: Sequence[fx.Node], logp: fx.Node) -> fx.Node:
+    """Return the product, or the view of it that the first call reads."""
+    if product.meta["spec"].shape == logp.meta["spec"].shape:
+        return product
+    first: Any = (*calls, logp)[0].args[0]
+    return first  # type: ignore[no-any-return]
+
+
+def _is_remade(value: fx.Node, call: fx.Node, product: fx.Node) -> bool:
+    """Whether a value is what a call makes of a product, or is computed of the product in the same way."""
+    source, calls = product_and_calls(value)
+    _, expected = product_and_calls(call)
+    return source is product and chain_of(calls) == chain_of(expected)
+
+
+def _between(product: fx.Node, ends: set[fx.Node]) -> set[fx.Node] | None:
+    """Return what is made of a product by views and by element up to ``ends``; None if something else reads it."""
+    found, front = set[fx.Node](), list(product.users)
+    while front:
+        node = front.pop()
+        if node in ends or node in found:
+            continue
+        if node.target not in VIEWS and not is_by_element(node):
+            return None
+        found.add(node)
+        front += node.users
+    return found
+
+
+def _path(first: fx.Node, last: fx.Node) -> list[fx.Node]:
+    """Return the calls from the first to the last, each of which reads the one before alone."""
+    nodes = [first]
+    while nodes[-1] is not last:
+        nodes += nodes[-1].users
+    return nodes
 
 
 def _join(graph: fx.Graph, loss: _Loss, place: Mapping[fx.Node, int]) -> None:
     """Replace the log-probabilities by the kernel, if the gradient of the loss can be computed there."""
-    arguments: Any = (*loss.nll.args, loss.backward.args[0], loss.logp.args[0])
-    _, target, _, reduction, ignored, grad, read = arguments
+    arguments: Any = (*loss.nll.args, loss.backward.args[0])
+    _, target, _, reduction, ignored, grad = arguments
     with graph.inserting_before(loss.logp):
         known, chosen = (before(graph, one, place, place[loss.logp]) for one in (grad, target))
         if known is None or chosen is None:
             return
         spec = loss.rows.meta["spec"]
-        pays = may_be_padded(loss.product, spec, loss.results)
+        pays = may_be_padded(loss.product, spec, [loss.result])
         padded = Padded.of(graph, loss.product) if pays else None
         rows = loss.rows if padded is None else padded.product
         number = graph.call_function(_number, (chosen, ignored))
         scale = graph.call_function(_scale, (known, number, reduction))
-        losses = graph.call_function(_OP, (rows, chosen, scale, ignored, spec.shape[1]))
+        calls, numbers, dtypes = ([getattr(link, name) for link in loss.chain] for name in _FIELDS)
+        losses = graph.call_function(
+            _OP, (rows, chosen, scale, ignored, spec.shape[1], calls, numbers, dtypes)
+        )
         total = graph.call_function(_total, (losses, number, reduction))
         slopes = rows if padded is None else padded.part(spec)
+        if loss.result.meta["spec"].shape != spec.shape:
+            slopes = as_shape(graph, slopes, loss.result.meta["spec"].shape)
     for item in list(loss.nll.users):
         item.replace_all_uses_with(number if item.args[1] else total)
         graph.erase_node(item)
-    for result in loss.results:
-        result.replace_all_uses_with(slopes)
-    slope = next(iter(loss.backward.users))
-    for node in dict.fromkeys([*loss.results, slope, loss.backward, loss.nll, loss.logp, read]):
-        if node is not loss.rows:
+    loss.result.replace_all_uses_with(slopes)
+    for node in reversed(list(graph.nodes)):
+        if node in loss.between and not node.users:
             graph.erase_node(node)
     if padded is not None:
         padded.read_by_products(slopes)

@@ -25,7 +25,7 @@ from ..program import Program
 from .canonical import CAST, VIEWS, is_written
 
 __all__ = [
-    "before", "has_large_logits", "is_large", "product_of", "read_targets_first", "writes",
+    "before", "has_large_logits", "is_by_element", "is_large", "product_and_calls", "read_targets_first", "writes",
 ]  # fmt: skip
 
 _LARGE = 2**25  # bytes
@@ -119,7 +119,7 @@ def read_targets_first(graph: fx.Graph) -> None:
         if weight is not None or not reduction or logp.target is not _aten._log_softmax.default:
             continue
         rows, dim, widened = logp.args
-        product, calls = _product_and_calls(rows)
+        product, calls = product_and_calls(rows)
         if product is None or dim != 1 or is_written(target):
             continue
         if any(place[product] < number < place[nll] for number in written):
@@ -157,13 +157,7 @@ def _know_sums(graph: fx.Graph, of_loss: fx.Node) -> None:
             graph.erase_node(user)
 
 
-def product_of(rows: fx.Node) -> fx.Node | None:
-    """Return the product that ``rows`` is a view of, with one cast at most; None if there is none."""
-    product, calls = _product_and_calls(rows)
-    return product if len(calls) <= 1 and all(call.target is CAST for call in calls) else None
-
-
-def _product_and_calls(rows: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
+def product_and_calls(rows: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
     """Return the product that ``rows`` is computed of by element, and the calls between them, but for views.
 
     A call by element reads numbers beside that value: a cap or a scale.
@@ -171,14 +165,14 @@ def _product_and_calls(rows: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
     node, calls = rows, list[fx.Node]()
     while node.target not in _PRODUCTS:
         if node.target not in VIEWS:
-            if not _is_by_element(node):
+            if not is_by_element(node):
                 return None, []
             calls.append(node)
         (node,) = node.all_input_nodes
     return node, calls[::-1]
 
 
-def _is_by_element(node: fx.Node) -> bool:
+def is_by_element(node: fx.Node) -> bool:
     """Whether each element of a value depends on the same element of one other value alone."""
     if len(node.all_input_nodes) != 1 or is_written(node):
         return False
