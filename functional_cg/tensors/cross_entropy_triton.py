@@ -22,14 +22,13 @@ _MOST_WARPS = 8
 _DTYPES: Mapping[torch.dtype, tl.dtype] = MappingProxyType(
     {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 )
-_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _exp(x):
     """Return e**x, within 2 units in the last place; 0 where it is no normal number."""
     return tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * _LOG2_E], dtype=tl.float32, is_pure=True, pack=1
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
     )
 
 
