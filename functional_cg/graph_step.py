@@ -8,7 +8,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from .manual import Documented
 from .messages.tracebacks import entry, shorten
-from .options import BackendChoice, Branches, Certify, Debug, Lowering
+from .options import BackendChoice, Branches, Certify, CompileOnce, Debug, Lowering
 from .step.captures import Transform
 from .step.profile.result import Profile
 
@@ -187,7 +187,7 @@ def graph_step(
     activation_memory_budget: float | None = None,
     branches: Branches = "auto",
     branch_memory: int | None = None,
-    compile_once: bool = False,
+    compile_once: CompileOnce = "auto",
 ) -> GraphStep[P, R]: ...
 @overload
 def graph_step(
@@ -204,7 +204,7 @@ def graph_step(
     activation_memory_budget: float | None = None,
     branches: Branches = "auto",
     branch_memory: int | None = None,
-    compile_once: bool = False,
+    compile_once: CompileOnce = "auto",
 ) -> _MakesStep: ...
 @entry("train_step = fcg.graph_step(fn)")
 def graph_step(fn: Any = None, /, **options: Any) -> Any:
@@ -305,7 +305,7 @@ def graph_fn(
     certify: Certify = "auto",
     branches: Branches = "auto",
     branch_memory: int | None = None,
-    compile_once: bool = False,
+    compile_once: CompileOnce = "auto",
 ) -> GraphFn[P, R]: ...
 @overload
 def graph_fn(
@@ -320,7 +320,7 @@ def graph_fn(
     certify: Certify = "auto",
     branches: Branches = "auto",
     branch_memory: int | None = None,
-    compile_once: bool = False,
+    compile_once: CompileOnce = "auto",
 ) -> _MakesFn: ...
 @entry("predict = fcg.graph_fn(fn)")
 def graph_fn(fn: Any = None, /, **options: Any) -> Any:

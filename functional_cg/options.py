@@ -11,11 +11,12 @@ from typing import Any, Literal, Self, get_args
 from .stages.branches.choice import Branches
 from .stages.run.capture import Backend
 
-__all__ = ["BackendChoice", "Branches", "Certify", "Debug", "Lowering", "Options"]
+__all__ = ["BackendChoice", "Branches", "Certify", "CompileOnce", "Debug", "Lowering", "Options"]
 
 Lowering = Literal["auto", "aten", "inductor"] | Callable[..., Any]
 BackendChoice = Literal["auto", "eager"] | Backend
 Certify = Literal["auto"] | bool
+CompileOnce = Literal["auto"] | bool
 Debug = Literal["verify", "poison", "verify+poison", "poison+verify"]
 
 # Options of jax.jit and torch.compile -> what to do here.
@@ -51,7 +52,7 @@ class Options:
     activation_memory_budget: float | None = None
     branches: Branches = "auto"
     branch_memory: int | None = None
-    compile_once: bool = False
+    compile_once: CompileOnce = "auto"
 
     @classmethod
     def of(cls, transform: str, fn: Any, given: Mapping[str, Any]) -> Self:
@@ -100,9 +101,11 @@ class Options:
         room = self.branch_memory
         if room is not None and (not isinstance(room, int) or isinstance(room, bool) or room < 0):
             raise ValueError(f"{transform}: branch_memory must be None or a number of bytes, got {room!r}")
-        if not isinstance(self.compile_once, bool):
-            raise ValueError(f"{transform}: compile_once must be True or False, got {self.compile_once!r}")
-        if self.compile_once and lanes not in ("auto", 1):
+        if not (self.compile_once == "auto" or isinstance(self.compile_once, bool)):
+            raise ValueError(
+                f"{transform}: compile_once must be 'auto', True or False, got {self.compile_once!r}"
+            )
+        if self.compile_once is True and lanes not in ("auto", 1):
             raise ValueError(
                 f"{transform}: parts that are compiled once run in one line: compile_once=True does not go with "
                 f"branches={lanes!r}.\nTo fix: leave one of them out."

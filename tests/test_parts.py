@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 
 import functional_cg as fcg
-from functional_cg.stages.lower import parts, repeats
+from functional_cg.options import Options
+from functional_cg.stages.lower import compiled, parts, repeats
 from functional_cg.stages.lower.compiled import in_parts, lower, prepare
+from functional_cg.stages.lower.in_place import InPlacePlan
 from functional_cg.stages.lower.parts_plan import PartsPlan
 from functional_cg.stages.plan import lower_aten
 from functional_cg.step import captures
@@ -184,6 +186,32 @@ def test_it_says_which_calls_share_a_function() -> None:
     step = fcg.graph_step(PLAIN, lowering=as_it_is, compile_once=True)
     step.lower(PLAIN.state, PLAIN.batch(0))
     assert "compiled once: 4 x " in step.explain()
+
+
+def plan_on_a_gpu(program: Any, **options: Any) -> Any:
+    """The plan of a step on a GPU, before it is compiled."""
+    low = fcg.graph_step(program, lowering="aten").lower(program.state, program.batch(0))
+    return lower(low.program, torch.device("cuda"), Options(branches=1, **options), low.reference)
+
+
+def test_deep_programs_are_cut_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where so many calls need not be compiled that the first call takes half as long."""
+    assert isinstance(plan_on_a_gpu(PLAIN), InPlacePlan)
+    assert isinstance(plan_on_a_gpu(PLAIN, compile_once=True), PartsPlan)
+    every = len(fcg.graph_step(PLAIN, lowering="aten").lower(PLAIN.state, PLAIN.batch(0)).program.instrs)
+    monkeypatch.setattr(compiled, "_PAYS", every // 2)
+    plan = plan_on_a_gpu(PLAIN)
+    assert isinstance(plan, PartsPlan)
+    assert any("compiled once" in line for line in plan.shared)
+    assert isinstance(plan_on_a_gpu(PLAIN, compile_once=False), InPlacePlan)
+    monkeypatch.setattr(compiled, "_PAYS", every - 1)  # its calls would do, but not those that are saved
+    assert isinstance(plan_on_a_gpu(PLAIN), InPlacePlan)
+
+
+@pytest.mark.parametrize("wrong", [None, 2, "once", 1.0])
+def test_what_compile_once_may_be(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"compile_once must be 'auto', True or False, got"):
+        fcg.graph_step(PLAIN, compile_once=wrong)
 
 
 def test_arguments_are_equal_only_if_all_of_them_is() -> None:

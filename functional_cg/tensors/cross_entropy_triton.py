@@ -1,8 +1,8 @@
-"""The CUDA kernel of ``fcg::cross_entropy_``.
+"""The CUDA kernels of ``fcg::cross_entropy_``, ``fcg::read_rows`` and ``fcg::write_rows_``.
 
 One program per row. The first pass finds the maximum and the sum of exponentials block by block, rescaling
-the sum once per block; the second reads the row again, backwards and mostly from the cache, and overwrites it
-with the gradient. Both make of each logit what the step makes of it, in registers.
+the sum once per block; the second reads the row again, backwards and, in the same kernel, mostly from the cache, and
+overwrites it with the gradient. Both make of each logit what the step makes of it, in registers.
 Source of the first pass: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax".
 """
 
@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["cross_entropy_cuda"]
+__all__ = ["cross_entropy_cuda", "read_rows_cuda", "write_rows_cuda"]
 
 _BLOCK, _BLOCK_OF_CHAIN = 8192, 2048  # what a chain makes of a logit takes registers
 _MOST_WARPS = 8
-_DTYPES: Mapping[torch.dtype, tl.dtype] = MappingProxyType(
-    {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+_DTYPES: Mapping[str, tl.dtype] = MappingProxyType(
+    {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
 )
 
 
@@ -80,6 +81,47 @@ def _back_through(slope, x, NUMBERS: tl.constexpr, DTYPES: tl.constexpr, COUNT: 
     return slope
 
 
+@triton.jit
+def _read_row(
+    first, classes, BLOCK: tl.constexpr, NUMBERS: tl.constexpr, DTYPES: tl.constexpr, COUNT: tl.constexpr
+):
+    """Return maximum, logarithm of the sum of exponentials that it is subtracted from, and sum of a row's logits."""
+    block = tl.arange(0, BLOCK)
+    top = -float("inf")
+    sums = tl.zeros((BLOCK,), tl.float32)
+    whole = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, classes, BLOCK):
+        inside = start + block < classes
+        x = tl.load(first + start + block, mask=inside, other=-float("inf"), eviction_policy="evict_last")
+        x = _through(x.to(tl.float32), NUMBERS, DTYPES, COUNT)
+        if COUNT > 0:
+            x = tl.where(inside, x, -float("inf"))
+        new = tl.maximum(top, tl.max(x, 0))
+        finite = tl.where(new == -float("inf"), 0.0, new)
+        sums = sums * _exp(top - finite) + _exp(x - finite)
+        whole += tl.where(inside, x, 0.0)
+        top = new
+    return top, tl.log(tl.sum(sums, 0)), tl.sum(whole, 0)
+
+
+@triton.jit
+def _write_row(
+    first, classes, stride, right, top, total, a, b, c,
+    BLOCK: tl.constexpr, NUMBERS: tl.constexpr, DTYPES: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Overwrite a row's logits with the gradient: ``a`` times their softmax, plus ``b`` at ``right``, plus ``c``."""
+    block = tl.arange(0, BLOCK)
+    last = (stride - 1) // BLOCK
+    for back in range(last + 1):
+        index = (last - back) * BLOCK + block
+        x = tl.load(first + index, mask=index < classes, eviction_policy="evict_first").to(tl.float32)
+        made = _through(x, NUMBERS, DTYPES, COUNT)
+        slope = _exp(made - top - total) * a + tl.where(index == right, b + c, c)
+        slope = _back_through(slope, x, NUMBERS, DTYPES, COUNT)
+        slope = tl.where(index < classes, slope, 0.0)
+        tl.store(first + index, slope.to(first.dtype.element_ty), mask=index < stride)
+
+
 @triton.jit(do_not_specialize=["ignored"])
 def _cross_entropy_kernel(
     rows, target, scale, losses, classes, stride, each, ignored,
@@ -90,35 +132,45 @@ def _cross_entropy_kernel(
     counts = right != ignored
     right = tl.where(counts, right, 0)
     tl.device_assert((right >= 0) & (right < classes), "a target is no class")
-    right = right.to(tl.int32)
     first = rows + row * stride
-    block = tl.arange(0, BLOCK)
-    top = -float("inf")
-    sums = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, classes, BLOCK):
-        inside = start + block < classes
-        x = tl.load(first + start + block, mask=inside, other=-float("inf"), eviction_policy="evict_last")
-        x = _through(x.to(tl.float32), NUMBERS, DTYPES, COUNT)
-        if COUNT > 0:
-            x = tl.where(inside, x, -float("inf"))
-        new = tl.maximum(top, tl.max(x, 0))
-        finite = tl.where(new == -float("inf"), 0.0, new)
-        sums = sums * _exp(top - finite) + _exp(x - finite)
-        top = new
-    total = tl.log(tl.sum(sums, 0))
+    top, total, _ = _read_row(first, classes, BLOCK, NUMBERS, DTYPES, COUNT)
     found = _through(tl.load(first + right).to(tl.float32), NUMBERS, DTYPES, COUNT) - top - total
     tl.store(losses + row, tl.where(counts, -found, 0.0))
     factor = tl.where(counts, tl.load(scale + row * each), 0.0)
     tl.debug_barrier()  # all threads have read the target's logit before one overwrites it
-    last = (stride - 1) // BLOCK
-    for back in range(last + 1):
-        index = (last - back) * BLOCK + block
-        x = tl.load(first + index, mask=index < classes, eviction_policy="evict_first").to(tl.float32)
-        made = _through(x, NUMBERS, DTYPES, COUNT)
-        slope = _exp(made - top - total) * factor - tl.where(index == right, factor, 0.0)
-        slope = _back_through(slope, x, NUMBERS, DTYPES, COUNT)
-        slope = tl.where(index < classes, slope, 0.0)
-        tl.store(first + index, slope.to(rows.dtype.element_ty), mask=index < stride)
+    right = right.to(tl.int32)
+    _write_row(first, classes, stride, right, top, total, factor, -factor, 0.0, BLOCK, NUMBERS, DTYPES, COUNT)
+
+
+@triton.jit
+def _read_rows_kernel(
+    rows, target, found, count, classes, stride,
+    BLOCK: tl.constexpr, NUMBERS: tl.constexpr, DTYPES: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    right = tl.load(target + row)
+    tl.device_assert((right >= 0) & (right < classes), "a target is no class")
+    first = rows + row * stride
+    top, total, whole = _read_row(first, classes, BLOCK, NUMBERS, DTYPES, COUNT)
+    tl.store(found + row, top)
+    tl.store(found + count + row, total)
+    tl.store(found + 2 * count + row, whole)
+    picked = _through(tl.load(first + right).to(tl.float32), NUMBERS, DTYPES, COUNT)
+    tl.store(found + 3 * count + row, picked)
+
+
+@triton.jit
+def _write_rows_kernel(
+    rows, target, found, factors, count, classes, stride,
+    BLOCK: tl.constexpr, NUMBERS: tl.constexpr, DTYPES: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    top, total = tl.load(found + row), tl.load(found + count + row)
+    a, b, c = tl.load(factors + row), tl.load(factors + count + row), tl.load(factors + 2 * count + row)
+    right = tl.load(target + row).to(tl.int32)
+    _write_row(
+        rows + row * stride, classes, stride, right, top, total, a, b, c, BLOCK, NUMBERS, DTYPES, COUNT
+    )
 
 
 def cross_entropy_cuda(
@@ -129,7 +181,7 @@ def cross_entropy_cuda(
     classes: int,
     calls: Sequence[str],
     numbers: Sequence[float],
-    dtypes: Sequence[torch.dtype],
+    dtypes: Sequence[str],
 ) -> torch.Tensor:
     """Launch the kernel without a sync; the grid depends only on shapes.
 
@@ -145,33 +197,76 @@ def cross_entropy_cuda(
     Returns:
       f32[n], the loss of each row.
     """
-    # In registers, logits are fp32: a cast to it changes nothing.
-    links = [
-        link for link in zip(calls, numbers, dtypes, strict=True) if link[::2] != ("cast", torch.float32)
-    ]
     count, stride = rows.shape
     losses = torch.empty(count, dtype=torch.float32, device=rows.device)
-    block = min(_BLOCK_OF_CHAIN if links else _BLOCK, triton.next_power_of_2(classes))
-    warps = max(1, min(_MOST_WARPS, block // (512 if links else 1024)))
+    each = scale.stride(0) if scale.ndim else 0
     with torch.cuda.device(rows.device):
         _cross_entropy_kernel[(count,)](
+            rows, target.contiguous(), scale, losses, classes, stride, each, ignored,
+            **_options(classes, calls, numbers, dtypes),
+        )  # fmt: skip
+    return losses
+
+
+def read_rows_cuda(
+    rows: torch.Tensor,
+    target: torch.Tensor,
+    classes: int,
+    calls: Sequence[str],
+    numbers: Sequence[float],
+    dtypes: Sequence[str],
+) -> torch.Tensor:
+    """Launch the kernel of ``fcg::read_rows``; arguments and result are described there."""
+    count, stride = rows.shape
+    found = torch.empty(4, count, dtype=torch.float32, device=rows.device)
+    with torch.cuda.device(rows.device):
+        _read_rows_kernel[(count,)](
             rows,
             target.contiguous(),
-            scale,
-            losses,
+            found,
+            count,
             classes,
             stride,
-            scale.stride(0) if scale.ndim else 0,
-            ignored,
-            BLOCK=block,
-            NUMBERS=tuple(_factor(call, number) for call, number, _ in links),
-            DTYPES=tuple(_DTYPES[dtype] for *_, dtype in links),
-            COUNT=len(links),
-            num_warps=warps,
-            debug=True,  # keeps the assertion
-            sanitize_overflow=False,  # which would add others
+            **_options(classes, calls, numbers, dtypes),
         )
-    return losses
+    return found
+
+
+def write_rows_cuda(
+    rows: torch.Tensor,
+    target: torch.Tensor,
+    found: torch.Tensor,
+    factors: torch.Tensor,
+    classes: int,
+    calls: Sequence[str],
+    numbers: Sequence[float],
+    dtypes: Sequence[str],
+) -> None:
+    """Launch the kernel of ``fcg::write_rows_``; the arguments are described there."""
+    count, stride = rows.shape
+    with torch.cuda.device(rows.device):
+        _write_rows_kernel[(count,)](
+            rows, target.contiguous(), found.contiguous(), factors.contiguous(), count, classes, stride,
+            **_options(classes, calls, numbers, dtypes),
+        )  # fmt: skip
+
+
+def _options(
+    classes: int, calls: Sequence[str], numbers: Sequence[float], dtypes: Sequence[str]
+) -> dict[str, Any]:
+    """Return what a kernel is compiled for."""
+    # In registers, logits are fp32: a cast to it changes nothing.
+    links = [link for link in zip(calls, numbers, dtypes, strict=True) if link[::2] != ("cast", "float32")]
+    block = min(_BLOCK_OF_CHAIN if links else _BLOCK, triton.next_power_of_2(classes))
+    return {
+        "BLOCK": block,
+        "NUMBERS": tuple(_factor(call, number) for call, number, _ in links),
+        "DTYPES": tuple(_DTYPES[dtype] for *_, dtype in links),
+        "COUNT": len(links),
+        "num_warps": max(1, min(_MOST_WARPS, block // (512 if links else 1024))),
+        "debug": True,  # keeps the assertion
+        "sanitize_overflow": False,  # which would add others
+    }
 
 
 def _factor(call: str, number: float) -> float | None:

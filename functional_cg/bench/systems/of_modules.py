@@ -75,7 +75,9 @@ def _ours(
 
     lowering: Any = "aten" if name == "ours-aten" else "inductor"
 
-    @fcg.graph_step(lowering=lowering, activation_memory_budget=BUDGETS.get(name), compile_once=name == ONCE)
+    @fcg.graph_step(
+        lowering=lowering, activation_memory_budget=BUDGETS.get(name), compile_once=name == ONCE or "auto"
+    )
     def step(state: Any, batch: Batch) -> Any:
         def loss_fn(params: Any) -> Any:
             new: list[Any] = []

@@ -37,12 +37,16 @@ class Link:
     Attributes:
       call: ``"cast"``, ``"mul"``, ``"div"`` or ``"tanh"``.
       number: The other operand, of ``mul`` and ``div``.
-      dtype: Dtype of the result.
+      dtype_name: Dtype of the result.
     """
 
     call: str
     number: float
-    dtype: torch.dtype
+    dtype_name: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype_name)  # type: ignore[no-any-return]
 
 
 def through(rows: Tensor, chain: Sequence[Link]) -> list[Tensor]:
@@ -78,7 +82,7 @@ def chain_of(calls: Sequence[fx.Node]) -> tuple[Link, ...] | None:
             return None
         if not isinstance(number, int | float) or node.kwargs.keys() - {"dtype", "layout", "device"}:
             return None
-        links.append(Link(name, float(number), spec.dtype))
+        links.append(Link(name, float(number), str(spec.dtype).removeprefix("torch.")))
     return tuple(links)
 
 

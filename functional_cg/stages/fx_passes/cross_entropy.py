@@ -27,12 +27,12 @@ _aten = torch.ops.aten
 _GRADIENT = _aten._log_softmax_backward_data.default
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
-_FIELDS = ("call", "number", "dtype")  # of a link, in the order of the op's arguments
+_FIELDS = ("call", "number", "dtype_name")  # of a link, in the order of the op's arguments
 
 _library = torch.library.Library("fcg", "FRAGMENT")
 _library.define(
     "cross_entropy_(Tensor(a!) rows, Tensor target, Tensor scale, int ignored, int classes, str[] calls, "
-    "float[] numbers, ScalarType[] dtypes) -> Tensor"
+    "float[] numbers, str[] dtypes) -> Tensor"
 )
 _OP = torch.ops.fcg.cross_entropy_.default
 

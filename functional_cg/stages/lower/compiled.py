@@ -43,6 +43,7 @@ from .regions import RegionsPlan
 __all__ = ["HeadPlan", "announce", "in_parts", "lower", "prepare", "without_lanes"]
 
 _FULL = "its values are so large that each kernel fills the device"
+_PAYS = 2000  # calls that need not be compiled, half a minute: worth parts that nobody asked for
 _LARGE = 2**20  # bytes: recomputing or storing a smaller value takes a kernel longer than it is worth
 
 
@@ -62,7 +63,7 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
       reference: The program as traced, which finds the user's line for an exception from a compiled function.
     """
     on_gpu, choice, auto = device.type == "cuda", options.lowering, options.branches == "auto"
-    asked = options.branches != 1 and not options.compile_once
+    asked = options.branches != 1 and options.compile_once is not True
     why = without_lanes(device, options.backend) if asked else ""
     lanes, told = asked and not why, ""
     if lanes and auto:
@@ -95,16 +96,17 @@ def _compiled(
     if on_lanes:
         beside_collectives(program, device, _held(program), options.branch_memory)
     in_place = compiler is None and (on_gpu or on_lanes)
-    if options.compile_once:
-        parted = in_parts(program, device, compiler, reference, in_place=in_place)
+    why = _fills_a_line(program, options) if in_place and lanes else ""
+    spread = _spread(program, options) if in_place and lanes and not why else None
+    unasked = options.compile_once == "auto" and in_place and spread is None
+    if options.compile_once is True or (unasked and len(program.instrs) > _PAYS):
+        least = _PAYS if unasked else 0
+        parted = in_parts(program, device, compiler, reference, in_place=in_place, least=least)
         if parted is not None:
             return parted
     if not in_place:
         return HeadPlan(program, device, compiler, reference)
-    if not lanes:
-        return InPlacePlan(program, device)
-    why = _fills_a_line(program, options)
-    return InPlacePlan(program, device, None if why else _spread(program, options), why)
+    return InPlacePlan(program, device, spread, why)
 
 
 def in_parts(
@@ -114,6 +116,7 @@ def in_parts(
     reference: Reference,
     *,
     in_place: bool,
+    least: int = 0,
 ) -> PartsPlan | None:
     """Return a plan that compiles equal parts of a program once; None if that would save too little.
 
@@ -123,10 +126,11 @@ def in_parts(
       compiler: Compiles a part; None for inductor.
       reference: The program as traced.
       in_place: Whether the compiled functions write the slots.
+      least: How many calls need not be compiled at least.
     """
     write_out_of_place(program)
     plan = schedule(program, fuse=() if in_place else None)
-    parts = parts_of(program, plan, in_place=in_place)
+    parts = parts_of(program, plan, in_place=in_place, least=least)
     return None if parts is None else PartsPlan(program, device, plan, parts, compiler, reference)
 
 

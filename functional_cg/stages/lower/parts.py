@@ -110,13 +110,14 @@ class Parts:
     commits: list[tuple[Var, Var]]
 
 
-def parts_of(program: Program, plan: Schedule, *, in_place: bool) -> Parts | None:
+def parts_of(program: Program, plan: Schedule, *, in_place: bool, least: int = 0) -> Parts | None:
     """Cut a program into parts; None if that is not worth it, or if the order of its calls matters otherwise.
 
     Args:
       program: A rewritten program.
       plan: Its schedule.
       in_place: Whether parts write slots themselves.
+      least: How many calls need not be compiled at least.
     """
     if program.ranges or collects(program):
         return None
@@ -140,7 +141,9 @@ def parts_of(program: Program, plan: Schedule, *, in_place: bool) -> Parts | Non
     slots, alike = set(program.slots), dict[Hashable, list[Part]]()
     for part in parts:
         alike.setdefault(part.signature(slots), []).append(part)
-    if sum(len(same[0].calls) for same in alike.values()) > _WORTH * sum(len(part.calls) for part in parts):
+    every = sum(len(part.calls) for part in parts)
+    compiled = sum(len(same[0].calls) for same in alike.values())
+    if compiled > _WORTH * every or every - compiled < least:
         return None
     return Parts([*alike.values()], parts, after, left)
 
