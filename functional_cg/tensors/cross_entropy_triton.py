@@ -83,13 +83,18 @@ def _back_through(slope, x, NUMBERS: tl.constexpr, DTYPES: tl.constexpr, COUNT: 
 
 @triton.jit
 def _read_row(
-    first, classes, BLOCK: tl.constexpr, NUMBERS: tl.constexpr, DTYPES: tl.constexpr, COUNT: tl.constexpr
-):
-    """Return maximum, logarithm of the sum of exponentials that it is subtracted from, and sum of a row's logits."""
+    first, right, numbers, count, classes,
+    SUMS: tl.constexpr, BLOCK: tl.constexpr, NUMBERS: tl.constexpr, DTYPES: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Store a row's numbers, ``count`` apart, and return the first two."""
+    tl.device_assert((right >= 0) & (right < classes), "a target is no class")
     block = tl.arange(0, BLOCK)
     top = -float("inf")
     sums = tl.zeros((BLOCK,), tl.float32)
-    whole = tl.zeros((BLOCK,), tl.float32)
+    apart = tl.zeros((BLOCK,), tl.float32)
+    # Log-probabilities are added up as differences from the first: many logits have much in common.
+    one = _through(tl.load(first).to(tl.float32), NUMBERS, DTYPES, COUNT)
+    one = tl.where(tl.abs(one) < float("inf"), one, 0.0)
     for start in range(0, classes, BLOCK):
         inside = start + block < classes
         x = tl.load(first + start + block, mask=inside, other=-float("inf"), eviction_policy="evict_last")
@@ -99,17 +104,29 @@ def _read_row(
         new = tl.maximum(top, tl.max(x, 0))
         finite = tl.where(new == -float("inf"), 0.0, new)
         sums = sums * _exp(top - finite) + _exp(x - finite)
-        whole += tl.where(inside, x, 0.0)
+        if SUMS:
+            apart += tl.where(inside, x - one, 0.0)
         top = new
-    return top, tl.log(tl.sum(sums, 0)), tl.sum(whole, 0)
+    total = tl.log(tl.sum(sums, 0))
+    found = _through(tl.load(first + right).to(tl.float32), NUMBERS, DTYPES, COUNT) - top - total
+    tl.store(numbers, top)
+    tl.store(numbers + count, total)
+    tl.store(numbers + 2 * count, found)
+    if SUMS:
+        tl.store(numbers + 3 * count, tl.sum(apart, 0) + classes * (one - top - total))
+    else:
+        tl.store(numbers + 3 * count, 0.0)
+    return top, total
 
 
 @triton.jit
 def _write_row(
-    first, classes, stride, right, top, total, a, b, c,
+    first, right, top, total, factors, count, classes, stride,
     BLOCK: tl.constexpr, NUMBERS: tl.constexpr, DTYPES: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite a row's logits with the gradient: ``a`` times their softmax, plus ``b`` at ``right``, plus ``c``."""
+    """Overwrite a row's logits with ``a`` times their softmax, plus ``b`` at ``right``, plus ``c``."""
+    a, b, c = tl.load(factors), tl.load(factors + count), tl.load(factors + 2 * count)
+    right = right.to(tl.int32)
     block = tl.arange(0, BLOCK)
     last = (stride - 1) // BLOCK
     for back in range(last + 1):
@@ -122,151 +139,104 @@ def _write_row(
         tl.store(first + index, slope.to(first.dtype.element_ty), mask=index < stride)
 
 
-@triton.jit(do_not_specialize=["ignored"])
-def _cross_entropy_kernel(
-    rows, target, scale, losses, classes, stride, each, ignored,
-    BLOCK: tl.constexpr, NUMBERS: tl.constexpr, DTYPES: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    right = tl.load(target + row)
-    counts = right != ignored
-    right = tl.where(counts, right, 0)
-    tl.device_assert((right >= 0) & (right < classes), "a target is no class")
-    first = rows + row * stride
-    top, total, _ = _read_row(first, classes, BLOCK, NUMBERS, DTYPES, COUNT)
-    found = _through(tl.load(first + right).to(tl.float32), NUMBERS, DTYPES, COUNT) - top - total
-    tl.store(losses + row, tl.where(counts, -found, 0.0))
-    factor = tl.where(counts, tl.load(scale + row * each), 0.0)
-    tl.debug_barrier()  # all threads have read the target's logit before one overwrites it
-    right = right.to(tl.int32)
-    _write_row(first, classes, stride, right, top, total, factor, -factor, 0.0, BLOCK, NUMBERS, DTYPES, COUNT)
-
-
 @triton.jit
-def _read_rows_kernel(
-    rows, target, found, count, classes, stride,
-    BLOCK: tl.constexpr, NUMBERS: tl.constexpr, DTYPES: tl.constexpr, COUNT: tl.constexpr,
+def _kernel(
+    rows, target, factors, numbers, count, classes, stride, READS: tl.constexpr, WRITES: tl.constexpr,
+    SUMS: tl.constexpr, BLOCK: tl.constexpr, NUMBERS: tl.constexpr, DTYPES: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    right = tl.load(target + row)
-    tl.device_assert((right >= 0) & (right < classes), "a target is no class")
-    first = rows + row * stride
-    top, total, whole = _read_row(first, classes, BLOCK, NUMBERS, DTYPES, COUNT)
-    tl.store(found + row, top)
-    tl.store(found + count + row, total)
-    tl.store(found + 2 * count + row, whole)
-    picked = _through(tl.load(first + right).to(tl.float32), NUMBERS, DTYPES, COUNT)
-    tl.store(found + 3 * count + row, picked)
-
-
-@triton.jit
-def _write_rows_kernel(
-    rows, target, found, factors, count, classes, stride,
-    BLOCK: tl.constexpr, NUMBERS: tl.constexpr, DTYPES: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    top, total = tl.load(found + row), tl.load(found + count + row)
-    a, b, c = tl.load(factors + row), tl.load(factors + count + row), tl.load(factors + 2 * count + row)
-    right = tl.load(target + row).to(tl.int32)
-    _write_row(
-        rows + row * stride, classes, stride, right, top, total, a, b, c, BLOCK, NUMBERS, DTYPES, COUNT
-    )
-
-
-def cross_entropy_cuda(
-    rows: torch.Tensor,
-    target: torch.Tensor,
-    scale: torch.Tensor,
-    ignored: int,
-    classes: int,
-    calls: Sequence[str],
-    numbers: Sequence[float],
-    dtypes: Sequence[str],
-) -> torch.Tensor:
-    """Launch the kernel without a sync; the grid depends only on shapes.
-
-    Args:
-      rows: f[n, classes + padding], contiguous, bf16, f16 or f32; overwritten with the gradient, padding with zeros.
-      target: i64[n].
-      scale: f32[] or f32[n], the gradient of a row's loss.
-      ignored: Target of rows that have neither loss nor gradient.
-      classes: How many elements of a row are logits.
-      calls: What the step makes of logits before their loss: ``"cast"``, ``"mul"``, ``"div"`` or ``"tanh"``.
-      numbers: The other operands of these calls.
-      dtypes: The dtypes of their results.
-    Returns:
-      f32[n], the loss of each row.
-    """
-    count, stride = rows.shape
-    losses = torch.empty(count, dtype=torch.float32, device=rows.device)
-    each = scale.stride(0) if scale.ndim else 0
-    with torch.cuda.device(rows.device):
-        _cross_entropy_kernel[(count,)](
-            rows, target.contiguous(), scale, losses, classes, stride, each, ignored,
-            **_options(classes, calls, numbers, dtypes),
-        )  # fmt: skip
-    return losses
+    right, first = tl.load(target + row), rows + row * stride
+    numbers += row
+    if READS:
+        top, total = _read_row(first, right, numbers, count, classes, SUMS, BLOCK, NUMBERS, DTYPES, COUNT)
+        tl.debug_barrier()  # all threads have read the target's logit before one overwrites it
+    else:
+        top, total = tl.load(numbers), tl.load(numbers + count)
+    if WRITES:
+        _write_row(
+            first, right, top, total, factors + row, count, classes, stride, BLOCK, NUMBERS, DTYPES, COUNT
+        )
 
 
 def read_rows_cuda(
     rows: torch.Tensor,
     target: torch.Tensor,
+    sums: bool,  # noqa: FBT001
     classes: int,
-    calls: Sequence[str],
-    numbers: Sequence[float],
-    dtypes: Sequence[str],
+    *chain: Sequence[Any],
 ) -> torch.Tensor:
-    """Launch the kernel of ``fcg::read_rows``; arguments and result are described there."""
-    count, stride = rows.shape
-    found = torch.empty(4, count, dtype=torch.float32, device=rows.device)
-    with torch.cuda.device(rows.device):
-        _read_rows_kernel[(count,)](
-            rows,
-            target.contiguous(),
-            found,
-            count,
-            classes,
-            stride,
-            **_options(classes, calls, numbers, dtypes),
-        )
-    return found
+    """Return numbers of rows; see :func:`cross_entropy_cuda`."""
+    numbers = torch.empty(4, len(rows), dtype=torch.float32, device=rows.device)
+    _launch(rows, target, None, numbers, classes, chain, reads=True, writes=False, sums=sums)
+    return numbers
 
 
 def write_rows_cuda(
     rows: torch.Tensor,
     target: torch.Tensor,
-    found: torch.Tensor,
+    numbers: torch.Tensor,
     factors: torch.Tensor,
     classes: int,
-    calls: Sequence[str],
-    numbers: Sequence[float],
-    dtypes: Sequence[str],
+    *chain: Sequence[Any],
 ) -> None:
-    """Launch the kernel of ``fcg::write_rows_``; the arguments are described there."""
-    count, stride = rows.shape
-    with torch.cuda.device(rows.device):
-        _write_rows_kernel[(count,)](
-            rows, target.contiguous(), found.contiguous(), factors.contiguous(), count, classes, stride,
-            **_options(classes, calls, numbers, dtypes),
-        )  # fmt: skip
+    """Overwrite rows with the gradient; see :func:`cross_entropy_cuda`."""
+    _launch(rows, target, factors, numbers, classes, chain, reads=False, writes=True, sums=False)
 
 
-def _options(
-    classes: int, calls: Sequence[str], numbers: Sequence[float], dtypes: Sequence[str]
-) -> dict[str, Any]:
-    """Return what a kernel is compiled for."""
+def cross_entropy_cuda(
+    rows: torch.Tensor,
+    target: torch.Tensor,
+    factors: torch.Tensor,
+    sums: bool,  # noqa: FBT001
+    classes: int,
+    *chain: Sequence[Any],
+) -> torch.Tensor:
+    """Launch the kernel without a sync; the grid depends only on shapes.
+
+    Args:
+      rows: f[n, classes + padding], contiguous, bf16, f16 or f32; overwritten with the gradient, padding with zeros.
+      target: i64[n], a class of each row.
+      factors: f32[3, n], of the softmax, of the target, and of all classes.
+      sums: Whether the sum of the log-probabilities is asked for.
+      classes: How many elements of a row are logits.
+      chain: What the step makes of logits before their loss: the names of calls (``"cast"``, ``"mul"``, ``"div"`` or
+        ``"tanh"``), the other operands, the dtypes of the results.
+    Returns:
+      f32[4, n], of each row the maximum, the logarithm of the sum of exponentials of what that is subtracted from, the
+      log-probability of the target, and the sum of all, or 0.
+    """
+    numbers = torch.empty(4, len(rows), dtype=torch.float32, device=rows.device)
+    _launch(rows, target, factors, numbers, classes, chain, reads=True, writes=True, sums=sums)
+    return numbers
+
+
+def _launch(
+    rows: torch.Tensor,
+    target: torch.Tensor,
+    factors: torch.Tensor | None,
+    numbers: torch.Tensor,
+    classes: int,
+    chain: Sequence[Any],
+    *,
+    reads: bool,
+    writes: bool,
+    sums: bool,
+) -> None:
     # In registers, logits are fp32: a cast to it changes nothing.
-    links = [link for link in zip(calls, numbers, dtypes, strict=True) if link[::2] != ("cast", "float32")]
+    links = [link for link in zip(*chain, strict=True) if link[::2] != ("cast", "float32")]
     block = min(_BLOCK_OF_CHAIN if links else _BLOCK, triton.next_power_of_2(classes))
-    return {
-        "BLOCK": block,
-        "NUMBERS": tuple(_factor(call, number) for call, number, _ in links),
-        "DTYPES": tuple(_DTYPES[dtype] for *_, dtype in links),
-        "COUNT": len(links),
-        "num_warps": max(1, min(_MOST_WARPS, block // (512 if links else 1024))),
-        "debug": True,  # keeps the assertion
-        "sanitize_overflow": False,  # which would add others
-    }
+    count, stride = rows.shape
+    factors = numbers if factors is None else factors.contiguous()
+    with torch.cuda.device(rows.device):
+        _kernel[(count,)](
+            rows, target.contiguous(), factors, numbers.contiguous(), count, classes, stride,
+            READS=reads, WRITES=writes, SUMS=sums, BLOCK=block,
+            NUMBERS=tuple(_factor(call, number) for call, number, _ in links),
+            DTYPES=tuple(_DTYPES[dtype] for *_, dtype in links), COUNT=len(links),
+            num_warps=max(1, min(_MOST_WARPS, block // (512 if links else 1024))),
+            debug=True,  # keeps the assertion
+            sanitize_overflow=False,  # which would add others
+        )  # fmt: skip
 
 
 def _factor(call: str, number: float) -> float | None:

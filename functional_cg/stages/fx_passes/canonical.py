@@ -24,6 +24,7 @@ __all__ = [
     "is_written",
     "narrow_views",
     "pick_by_comparison",
+    "picked_slope",
     "softmax_by_rows",
     "softmax_in_fp32",
 ]
@@ -54,7 +55,7 @@ def pick_by_comparison(graph: fx.Graph) -> None:
         shapes = {index.meta["spec"].shape, source.meta["spec"].shape}
         if zeros.target in _ZEROS and shapes == {picked} and (index, dim, *shape[dim : dim + 1]) in checked:
             with graph.inserting_before(node):
-                slope = graph.call_function(_picked_slope, (index, source, dim, shape[dim]))
+                slope = graph.call_function(picked_slope, (index, source, dim, shape[dim]))
             slope.meta["spec"] = node.meta["spec"]
             node.replace_all_uses_with(slope)
             graph.erase_node(node)
@@ -62,8 +63,8 @@ def pick_by_comparison(graph: fx.Graph) -> None:
                 graph.erase_node(zeros)
 
 
-def _picked_slope(index: Tensor, source: Tensor, dim: int, size: int) -> Tensor:
-    """Return zeros but for ``source`` at ``index`` in each row along ``dim``."""
+def picked_slope(index: Tensor, source: Tensor, dim: int, size: int) -> Tensor:
+    """Return zeros but for ``source`` at ``index`` in each row along ``dim``, of so many elements."""
     places = torch.arange(size, device=index.device).reshape([-1] + [1] * (index.ndim - dim - 1))
     return torch.where(places == index, source, 0)
 

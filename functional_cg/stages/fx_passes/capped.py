@@ -88,7 +88,7 @@ def chain_of(calls: Sequence[fx.Node]) -> tuple[Link, ...] | None:
 
 def gradient_of(
     slope: fx.Node, calls: Sequence[fx.Node], remade: Callable[[fx.Node, fx.Node], bool]
-) -> tuple[fx.Node, list[fx.Node]] | None:
+) -> list[fx.Node] | None:
     """Follow the gradient of a chain's last value back to that of its first.
 
     Args:
@@ -97,36 +97,38 @@ def gradient_of(
       remade: Whether a node, the first, is the value of the other, a call of the chain.
 
     Returns:
-      The gradient of the first value, and the calls that read results of ``tanh``; None if the graph computes the
-      gradient in another way, or reads it on its way.
+      The nodes from the one to the other; None if the graph computes the gradient in another way, or reads it on its
+      way.
     """
-    node, readers = slope, []
+    path = [slope]
     for call in reversed(calls):
-        user = _only_reader(node)
-        if user is None or is_written(user):
+        node = path[-1]
+        path += _to_only_reader(node)
+        user = path[-1]
+        if user.target in VIEWS or user is node or is_written(user):
             return None
         (source,) = call.all_input_nodes
         if call.target is _aten.tanh.default:
             grad, value = user.args if user.target is _TANH_SLOPE else (None, None)
             if not isinstance(value, fx.Node) or not remade(value, call):
                 return None
-            readers.append(user)
             follows = _skip_views(grad) is _skip_views(node)
         else:
             follows = user.target is call.target and user.args[1:] == call.args[1:]
         if not follows or user.meta["spec"].dtype is not source.meta["spec"].dtype:
             return None
-        node = user
-    return node, readers
+    return path
 
 
-def _only_reader(node: fx.Node) -> fx.Node | None:
-    """Return the only call that reads a value, as it is or a view of it; None if there is another one, or none."""
+def _to_only_reader(node: fx.Node) -> list[fx.Node]:
+    """Return the views of a value up to the only call that reads it; up to the last view if there is none."""
+    found = []
     while len(node.users) == 1:
         (node,) = node.users
+        found.append(node)
         if node.target not in VIEWS:
-            return node
-    return None
+            break
+    return found
 
 
 def _skip_views(value: Any) -> Any:

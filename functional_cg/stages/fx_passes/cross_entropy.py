@@ -1,103 +1,142 @@
-"""Fuse a cross-entropy over many classes and its gradient into one kernel that overwrites the logits.
+"""Compute losses over many classes from a few numbers of each row, and their gradient in the memory of the logits.
 
-Both need the maximum and the sum of each row, and the gradient is as large as the logits. A compiler fuses them as
-well, but its kernel rescales its sum at each element and is bound by exponentials: for 16,384 rows of 50,304 classes it
-takes 2.0 ms on an H100, and this one 1.5 ms. The loss of a row, and so the gradient, may differ in the last bits: the
-sum over the classes is added up in another order.
+One kernel reads the rows, what the loss makes of their numbers are calls on short vectors, and another kernel
+overwrites the rows with the gradient (:mod:`.row_values` says what it is made of). Nothing else is as large as the
+logits. If the gradient's factors are known beforehand, as for the mean of a cross-entropy, one kernel does both.
+
+A compiler fuses such losses as well, but its kernel rescales its sum at each element and is bound by exponentials: for
+16,384 rows of 50,304 classes it takes 2.0 ms on an H100, and this one 1.4 ms. The loss of a row, and so the gradient,
+may differ in the last bits: the sum over the classes is added up in another order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ...state.arena import BufferSpec
-from .canonical import VIEWS, as_shape, is_written, narrow_views, softmax_by_rows, softmax_in_fp32
+from .canonical import CAST, as_shape, is_written, narrow_views, softmax_by_rows, softmax_in_fp32
 from .capped import Link, back_through, chain_of, gradient_of, through
-from .logits import before, is_by_element, is_large, product_and_calls, read_targets_first, writes
+from .logits import before, is_large, product_and_calls, read_targets_first, writes
 from .padding import Padded, may_be_padded
+from .row_values import OF_LOGP, Computed, RowLoss, Slope
 
 __all__ = ["join_gradients", "rewrite_losses"]
 
 _aten = torch.ops.aten
-_GRADIENT = _aten._log_softmax_backward_data.default
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
-
-_FIELDS = ("call", "number", "dtype_name")  # of a link, in the order of the op's arguments
+_FIELDS = ("call", "number", "dtype_name")  # of a link, in the order of the ops' arguments
 
 _library = torch.library.Library("fcg", "FRAGMENT")
+_CHAIN = "int classes, str[] calls, float[] numbers, str[] dtypes"
+_library.define(f"read_rows(Tensor rows, Tensor target, bool sums, {_CHAIN}) -> Tensor")
+_library.define(f"write_rows_(Tensor(a!) rows, Tensor target, Tensor found, Tensor factors, {_CHAIN}) -> ()")
 _library.define(
-    "cross_entropy_(Tensor(a!) rows, Tensor target, Tensor scale, int ignored, int classes, str[] calls, "
-    "float[] numbers, str[] dtypes) -> Tensor"
+    f"cross_entropy_(Tensor(a!) rows, Tensor target, Tensor factors, bool sums, {_CHAIN}) -> Tensor"
 )
-_OP = torch.ops.fcg.cross_entropy_.default
+_READ, _WRITE = torch.ops.fcg.read_rows.default, torch.ops.fcg.write_rows_.default
+_BOTH = torch.ops.fcg.cross_entropy_.default
 
 
-def _cross_entropy_cpu(
-    rows: Tensor, target: Tensor, scale: Tensor, ignored: int, classes: int, *links: Sequence[Any]
-) -> Tensor:
+def _read_rows(rows: Tensor, target: Tensor, sums: bool, classes: int, *links: Sequence[Any]) -> Tensor:  # noqa: FBT001
+    """Return numbers of rows, f32[4, n], of what a chain makes of them.
+
+    They are the maximum, the logarithm of the sum of exponentials of what that is subtracted from, the log-probability
+    of the target, and, if asked for, the sum of all log-probabilities.
+    """
+    logits = through(rows[:, :classes], tuple(map(Link, *links)))[-1].float()
+    top = logits.amax(1)
+    shifted = logits - top.unsqueeze(1)
+    total = shifted.exp().sum(1).log()
+    logp = shifted - total.unsqueeze(1)
+    whole = logp.sum(1) if sums else torch.zeros_like(top)
+    return torch.stack([top, total, logp.gather(1, target.unsqueeze(1)).squeeze(1), whole])
+
+
+def _write_rows(
+    rows: Tensor, target: Tensor, found: Tensor, factors: Tensor, classes: int, *links: Sequence[Any]
+) -> None:
     chain = tuple(map(Link, *links))
-    counts = target != ignored
-    index = torch.where(counts, target, 0).unsqueeze(1)
     values = through(rows[:, :classes], chain)
-    logits = values[-1].float()
-    shifted = logits - logits.amax(1, keepdim=True)
-    found = shifted - shifted.exp().sum(1, keepdim=True).log()
-    factor = torch.where(counts, scale, 0).unsqueeze(1)
-    slopes = (found.exp() * factor).scatter_add_(1, index, -factor)
+    top, total, *_ = found.unsqueeze(2)
+    a, b, c = factors.unsqueeze(2)
+    slopes = (values[-1].float() - top - total).exp() * a + c
+    slopes.scatter_add_(1, target.unsqueeze(1), b)
     rows[:, :classes] = back_through(slopes, values, chain)
     rows[:, classes:] = 0
-    return torch.where(counts, -found.gather(1, index).squeeze(1), 0)
 
 
-def _cross_entropy_cuda(
-    rows: Tensor, target: Tensor, scale: Tensor, ignored: int, classes: int, *links: Sequence[Any]
+def _cross_entropy(
+    rows: Tensor,
+    target: Tensor,
+    factors: Tensor,
+    sums: bool,  # noqa: FBT001
+    classes: int,
+    *links: Sequence[Any],
 ) -> Tensor:
+    found = _read_rows(rows, target, sums, classes, *links)
+    _write_rows(rows, target, found, factors, classes, *links)
+    return found
+
+
+def _read_rows_cuda(*arguments: Any) -> Tensor:
+    from ...tensors.cross_entropy_triton import read_rows_cuda
+
+    return read_rows_cuda(*arguments)
+
+
+def _write_rows_cuda(*arguments: Any) -> None:
+    from ...tensors.cross_entropy_triton import write_rows_cuda
+
+    write_rows_cuda(*arguments)
+
+
+def _cross_entropy_cuda(*arguments: Any) -> Tensor:
     from ...tensors.cross_entropy_triton import cross_entropy_cuda
 
-    return cross_entropy_cuda(rows, target, scale, ignored, classes, *links)
+    return cross_entropy_cuda(*arguments)
 
 
-def _cross_entropy_fake(rows: Tensor, target: Tensor, *_: Any) -> Tensor:
-    return rows.new_empty(target.shape, dtype=torch.float32)
+def _found_fake(rows: Tensor, *_: Any) -> Tensor:
+    return rows.new_empty((4, rows.shape[0]), dtype=torch.float32)
 
 
-_library.impl("cross_entropy_", _cross_entropy_cpu, "CPU")
-_library.impl("cross_entropy_", _cross_entropy_cuda, "CUDA")
-_library._register_fake("cross_entropy_", _cross_entropy_fake)
+for _name, _cpu, _cuda, _fake in (
+    ("read_rows", _read_rows, _read_rows_cuda, _found_fake),
+    ("write_rows_", _write_rows, _write_rows_cuda, lambda *_: None),
+    ("cross_entropy_", _cross_entropy, _cross_entropy_cuda, _found_fake),
+):
+    _library.impl(_name, _cpu, "CPU")
+    _library.impl(_name, _cuda, "CUDA")
+    _library._register_fake(_name, _fake)
 
 
 @dataclass(frozen=True, slots=True)
-class _Loss:
-    """A cross-entropy and its gradient in a graph.
+class _Found:
+    """A loss whose gradient is made of numbers of rows.
 
     Attributes:
-      nll: The loss.
-      logp: The log-probabilities.
-      backward: The gradient of the log-probabilities.
-      result: The gradient of the logits, in their dtype.
-      rows: The logits, [n, classes], which the kernel overwrites.
-      product: The matrix product that makes them.
-      chain: What is made of them before the loss.
-      between: What is made of the product on the way to the result.
+      loss: What the graph makes of the product.
+      slope: The gradient of what the loss takes.
+      path: The nodes from there to the gradient of the product.
+      made: What is not needed any more, but for the last of the path; none of it comes later.
     """
 
-    nll: fx.Node
-    logp: fx.Node
-    backward: fx.Node
-    result: fx.Node
-    rows: fx.Node
-    product: fx.Node
-    chain: tuple[Link, ...]
-    between: set[fx.Node]
+    loss: RowLoss
+    slope: Slope
+    path: list[fx.Node]
+    made: set[fx.Node]
+
+    @property
+    def result(self) -> fx.Node:
+        return self.path[-1]
 
 
 def rewrite_losses(graph: fx.Graph) -> None:
-    """Let the gradients of large cross-entropies lie in the memory of the logits: by the kernel, or by an early read.
+    """Let the gradients of losses over many classes lie in the memory of the logits: by kernels, or by an early read.
 
     Args:
       graph: The graph; its nodes have their ``spec`` in ``meta``.
@@ -107,7 +146,7 @@ def rewrite_losses(graph: fx.Graph) -> None:
 
 
 def join_gradients(graph: fx.Graph) -> None:
-    """Rewrite the cross-entropies of a graph whose logits are a large product that nothing else reads.
+    """Rewrite the losses of a graph whose logits are a large product that nothing else reads.
 
     Args:
       graph: The graph; its nodes have their ``spec`` in ``meta``.
@@ -115,134 +154,192 @@ def join_gradients(graph: fx.Graph) -> None:
     softmax_in_fp32(graph)
     softmax_by_rows(graph)
     narrow_views(graph)
-    for nll in graph.find_nodes(op="call_function", target=_aten.nll_loss_forward.default):
-        # Recomputed for each loss: one that got the kernel overwrites its logits, which now hold their gradient.
+    starts = [
+        node
+        for op in (_aten._log_softmax.default, _aten.logsumexp.default)
+        for node in graph.find_nodes(op="call_function", target=op)
+        if is_large(node.args[0].meta["spec"])
+    ]
+    products: dict[fx.Node, list[fx.Node]] = {}
+    for start in starts:
+        product, calls = product_and_calls(start.args[0])
+        if product is not None and chain_of(calls) is not None:
+            products.setdefault(product, calls)
+    for product, calls in products.items():
+        # Counted again for each loss: one that got the kernel overwrites its logits, which now hold their gradient.
         place = {node: number for number, node in enumerate(graph.nodes)}
-        written = [number for node, number in place.items() if writes(node)]
-        loss = _loss_of(nll)
-        if loss is None or is_written(nll.args[1]):
+        found = _found(graph, product, calls, place)
+        if found is None or found.loss.target is None or is_written(found.loss.target):
             continue
-        if not any(place[loss.product] < number < place[loss.result] for number in written):
-            _join(graph, loss, place)
+        span = range(place[product] + 1, place[found.result])
+        if not any(place[node] in span for node in graph.nodes if writes(node)):
+            _join(graph, found, place)
 
 
-def _loss_of(nll: fx.Node) -> _Loss | None:
-    """Return the loss with its gradient if the kernel can compute them; None otherwise."""
-    arguments: Any = nll.args
-    logp, _, weight, *_ = arguments
-    if weight is not None or logp.target is not _aten._log_softmax.default:
+def _found(
+    graph: fx.Graph, product: fx.Node, calls: list[fx.Node], place: Mapping[fx.Node, int]
+) -> _Found | None:
+    """Return a product's loss with its gradient if the kernels can compute them; None otherwise."""
+    loss = RowLoss(product, calls)
+    loss.follow(graph)
+    spec = product.meta["spec"]
+    fits = spec.dtype in _DTYPES and len(spec.shape) == 2 and spec.stride == (spec.shape[1], 1)
+    if not fits or loss.target is None:
         return None
-    product, calls = product_and_calls(logp.args[0])
-    chain = chain_of(calls)
-    of_logp = [user for user in logp.users if user.target is _aten.nll_loss_backward.default]
-    if product is None or chain is None or not is_large(logp.meta["spec"]) or len(of_logp) != 1:
+
+    def remade(value: fx.Node, call: fx.Node) -> bool:
+        source, made = product_and_calls(value)
+        _, expected = product_and_calls(call)
+        return source is product and chain_of(made) == chain_of(expected)
+
+    for node, value in reversed(loss.values.items()):
+        # A gradient that has been rounded is that of what the last cast reads.
+        rounded = node.meta["spec"].dtype is not torch.float32
+        if isinstance(value, Slope) and not (rounded and calls[-1:] and calls[-1].target is not CAST):
+            path = gradient_of(node, calls[:-1] if rounded else calls, remade)
+            found = None if path is None else _found_up_to(loss, value, path, place)
+            if found is not None:
+                return found
+    return None
+
+
+def _found_up_to(
+    loss: RowLoss, slope: Slope, path: list[fx.Node], place: Mapping[fx.Node, int]
+) -> _Found | None:
+    """Return a loss whose gradient is the last of a path; None if anything else reads what is as large."""
+    result = path[-1]
+    made = {one for one in (*loss.values, *loss.readers, *path) if place[one] <= place[result]}
+    read = made - {result, *loss.readers}
+    if any(user not in made for node in read for user in node.users):
         return None
-    backward, slopes = of_logp[0], list(of_logp[0].users)
-    if backward.args[1:6] != nll.args or [slope.target for slope in slopes] != [_GRADIENT]:
-        return None
-    slope = slopes[0]
-    found = gradient_of(slope, calls, lambda value, call: _is_remade(value, call, product))
-    if found is None:
-        return None
-    result, readers = found
-    rows = _rows(product, calls, logp)
-    between = _between(product, {logp, *readers})
-    spec: BufferSpec = rows.meta["spec"]
-    fits = (
-        slope.args[:3] == (backward, logp, 1)
-        and set(logp.users) == {nll, backward, slope}
-        and logp.meta["spec"].dtype is torch.float32
-        and spec.dtype in _DTYPES
-        and spec.shape == logp.meta["spec"].shape
-        and spec.stride == (spec.shape[1], 1)
-        and result.meta["spec"].dtype is spec.dtype
-    )
-    if not fits or between is None:
-        return None
-    between |= {nll, logp, backward, *_path(slope, result)}
-    return _Loss(nll, logp, backward, result, rows, product, chain, between)
+    same = result.meta["spec"].dtype is loss.product.meta["spec"].dtype
+    return _Found(loss, slope, path, made - {loss.product}) if same else None
 
 
-def _rows(product: fx.Node, calls: Sequence[fx.Node], logp: fx.Node) -> fx.Node:
-    """Return the product, or the view of it that the first call reads."""
-    if product.meta["spec"].shape == logp.meta["spec"].shape:
-        return product
-    first: Any = (*calls, logp)[0].args[0]
-    return first  # type: ignore[no-any-return]
+def _join(graph: fx.Graph, found: _Found, place: Mapping[fx.Node, int]) -> None:
+    """Replace a loss and its gradient by kernels."""
+    loss, spec = found.loss, found.loss.product.meta["spec"]
+    start = min(loss.readers, key=place.__getitem__)
+    free = {node: number for node, number in place.items() if node not in found.made}
 
+    def early(node: fx.Node) -> fx.Node | None:
+        return before(graph, node, free, place[start])
 
-def _is_remade(value: fx.Node, call: fx.Node, product: fx.Node) -> bool:
-    """Whether a value is what a call makes of a product, or is computed of the product in the same way."""
-    source, calls = product_and_calls(value)
-    _, expected = product_and_calls(call)
-    return source is product and chain_of(calls) == chain_of(expected)
-
-
-def _between(product: fx.Node, ends: set[fx.Node]) -> set[fx.Node] | None:
-    """Return what is made of a product by views and by element up to ``ends``; None if something else reads it."""
-    found, front = set[fx.Node](), list(product.users)
-    while front:
-        node = front.pop()
-        if node in ends or node in found:
-            continue
-        if node.target not in VIEWS and not is_by_element(node):
-            return None
-        found.add(node)
-        front += node.users
-    return found
-
-
-def _path(first: fx.Node, last: fx.Node) -> list[fx.Node]:
-    """Return the calls from the first to the last, each of which reads the one before alone."""
-    nodes = [first]
-    while nodes[-1] is not last:
-        nodes += nodes[-1].users
-    return nodes
-
-
-def _join(graph: fx.Graph, loss: _Loss, place: Mapping[fx.Node, int]) -> None:
-    """Replace the log-probabilities by the kernel, if the gradient of the loss can be computed there."""
-    arguments: Any = (*loss.nll.args, loss.backward.args[0])
-    _, target, _, reduction, ignored, grad = arguments
-    with graph.inserting_before(loss.logp):
-        known, chosen = (before(graph, one, place, place[loss.logp]) for one in (grad, target))
-        if known is None or chosen is None:
+    with graph.inserting_before(start):
+        target = None if loss.target is None else early(loss.target)
+        if target is None:
             return
-        spec = loss.rows.meta["spec"]
-        pays = may_be_padded(loss.product, spec, [loss.result])
-        padded = Padded.of(graph, loss.product) if pays else None
-        rows = loss.rows if padded is None else padded.product
-        number = graph.call_function(_number, (chosen, ignored))
-        scale = graph.call_function(_scale, (known, number, reduction))
-        calls, numbers, dtypes = ([getattr(link, name) for link in loss.chain] for name in _FIELDS)
-        losses = graph.call_function(
-            _OP, (rows, chosen, scale, ignored, spec.shape[1], calls, numbers, dtypes)
-        )
-        total = graph.call_function(_total, (losses, number, reduction))
+        target = graph.call_function(_flat, (target,))
+        index = target if loss.ignored is None else graph.call_function(_index, (target, loss.ignored))
+        factors = _Emitted(graph, early).factors(found.slope, index)
+    pays = may_be_padded(loss.product, spec, [found.result])
+    padded = Padded.of(graph, loss.product) if pays else None
+    rows = loss.product if padded is None else padded.product
+    sums = any(node.target in OF_LOGP for node in loss.readers)
+    chain = chain_of(loss.calls)
+    assert chain is not None
+    links = (spec.shape[1], *([getattr(link, name) for link in chain] for name in _FIELDS))
+    with graph.inserting_before(start):
+        if factors is None:
+            numbers = graph.call_function(_READ, (rows, index, sums, *links))
+        else:
+            numbers = graph.call_function(_BOTH, (rows, index, factors, sums, *links))
+    with graph.inserting_before(found.path[0]):
+        if factors is None:
+            late = _Emitted(graph, lambda node: node).factors(found.slope, index)
+            graph.call_function(_WRITE, (rows, index, numbers, late, *links))
         slopes = rows if padded is None else padded.part(spec)
-        if loss.result.meta["spec"].shape != spec.shape:
-            slopes = as_shape(graph, slopes, loss.result.meta["spec"].shape)
-    for item in list(loss.nll.users):
-        item.replace_all_uses_with(number if item.args[1] else total)
-        graph.erase_node(item)
-    loss.result.replace_all_uses_with(slopes)
-    for node in reversed(list(graph.nodes)):
-        if node in loss.between and not node.users:
-            graph.erase_node(node)
+        if found.result.meta["spec"].shape != spec.shape:
+            slopes = as_shape(graph, slopes, found.result.meta["spec"].shape)
+    for reader in loss.readers:
+        _replace(graph, reader, numbers, target, loss)
+    found.result.replace_all_uses_with(slopes)
+    for node in sorted(found.made, key=place.__getitem__, reverse=True):
+        graph.erase_node(node)
     if padded is not None:
         padded.read_by_products(slopes)
-        _erase(graph, loss.rows)
+        graph.erase_node(loss.product)
 
 
-def _erase(graph: fx.Graph, rows: fx.Node) -> None:
-    """Erase a product that has been replaced, with its views."""
-    while not rows.users:
-        source = rows.args[0]
-        graph.erase_node(rows)
-        if rows.target not in VIEWS:
+class _Emitted:
+    """Makes calls for numbers of rows.
+
+    Args:
+      graph: The graph, which inserts where they are needed.
+      leaf: Returns a node's value there, or None if it cannot be had there.
+    """
+
+    def __init__(self, graph: fx.Graph, leaf: Callable[[fx.Node], fx.Node | None]) -> None:
+        self._graph, self._leaf = graph, leaf
+        self._made: dict[Computed, fx.Node] = {}
+
+    def factors(self, slope: Slope, index: fx.Node) -> fx.Node | None:
+        """Return f32[3, n], the factors of softmax, of the target and of all; None if one is missing."""
+        try:
+            return self._graph.call_function(_factors, (index, *map(self._row, (slope.a, slope.b, slope.c))))
+        except _Missing:
+            for node in reversed(self._made.values()):
+                self._graph.erase_node(node)
+            return None
+
+    def _row(self, row: Any) -> Any:
+        if isinstance(row, fx.Node):
+            known = self._leaf(row)
+            if known is None:
+                raise _Missing
+            return known
+        if not isinstance(row, Computed):
+            return row
+        if row not in self._made:
+            arguments = tuple(map(self._row, row.arguments))
+            self._made[row] = self._graph.call_function(row.function, arguments)
+        return self._made[row]
+
+
+class _Missing(Exception):
+    """A value is not known where it is needed."""
+
+
+def _replace(graph: fx.Graph, reader: fx.Node, numbers: fx.Node, target: fx.Node, loss: RowLoss) -> None:
+    """Let the readers of numbers of rows read what the kernel found."""
+    with graph.inserting_before(reader):
+        if reader.target is _aten.nll_loss_forward.default:
+            reduction, ignored = reader.args[3:5]
+            number = graph.call_function(_number, (target, ignored))
+            total = graph.call_function(_total, (numbers, target, number, reduction, ignored))
+            for item in list(reader.users):
+                item.replace_all_uses_with(number if item.args[1] else total)
+                graph.erase_node(item)
             return
-        assert isinstance(source, fx.Node)
-        rows = source
+        shape = list(reader.meta["spec"].shape)
+        if reader.target is _aten.logsumexp.default:
+            new = graph.call_function(_logsumexp, (numbers, shape))
+        elif reader.target is _aten.gather.default:
+            new = graph.call_function(_picked, (numbers, shape, loss.is_logp(reader.args[0])))
+        else:
+            count = loss.classes if reader.target is _aten.mean.dim else 1
+            new = graph.call_function(_sum, (numbers, shape, count))
+    new.meta["spec"] = reader.meta["spec"]
+    reader.replace_all_uses_with(new)
+
+
+def _flat(target: Tensor) -> Tensor:
+    return target.reshape(-1)
+
+
+def _index(target: Tensor, ignored: int) -> Tensor:
+    """Return the class to pick of each row."""
+    return torch.where(target != ignored, target, 0)
+
+
+def _factors(index: Tensor, *parts: Tensor | float) -> Tensor:
+    rows = [
+        part.float().expand(index.shape)
+        if isinstance(part, Tensor)
+        else torch.full(index.shape, part, dtype=torch.float32, device=index.device)
+        for part in parts
+    ]
+    return torch.stack(rows)
 
 
 def _number(target: Tensor, ignored: int) -> Tensor:
@@ -250,13 +347,24 @@ def _number(target: Tensor, ignored: int) -> Tensor:
     return (target != ignored).sum().to(torch.float32)
 
 
-def _scale(grad: Tensor, number: Tensor, reduction: int) -> Tensor:
-    """Return the gradient of a row's loss."""
-    return grad / number if reduction == 1 else grad
-
-
-def _total(losses: Tensor, number: Tensor, reduction: int) -> Tensor:
+def _total(numbers: Tensor, target: Tensor, number: Tensor, reduction: int, ignored: int) -> Tensor:
     """Return the losses (0), their mean (1) or their sum (2)."""
+    losses = torch.where(target != ignored, -numbers[2], 0)
     if not reduction:
         return losses
     return losses.sum() / number if reduction == 1 else losses.sum()
+
+
+def _logsumexp(numbers: Tensor, shape: list[int]) -> Tensor:
+    return (numbers[0] + numbers[1]).reshape(shape)
+
+
+def _picked(numbers: Tensor, shape: list[int], logp: bool) -> Tensor:  # noqa: FBT001
+    """Return the targets' log-probabilities, or logits."""
+    found = numbers[2] if logp else numbers[2] + numbers[1] + numbers[0]
+    return found.reshape(shape)
+
+
+def _sum(numbers: Tensor, shape: list[int], count: int) -> Tensor:
+    """Return the sums of the log-probabilities over a number."""
+    return (numbers[3] / count).reshape(shape)

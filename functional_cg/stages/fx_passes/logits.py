@@ -55,9 +55,10 @@ _library._register_fake("pick", _pick_fake)
 
 
 def has_large_logits(program: Program) -> bool:
-    """Whether a program has a cross-entropy with logits so large that saving their memory is worth extra kernels."""
+    """Whether a program has a loss over logits so large that saving their memory is worth extra kernels."""
     return any(
-        instr.op is _aten._log_softmax.default and is_large(instr.out.spec) for instr in program.instrs
+        instr.op in (_aten._log_softmax.default, _aten.logsumexp.default) and is_large(instr.args[0].spec)
+        for instr in program.instrs
     )
 
 

@@ -1,0 +1,325 @@
+"""Follow what a graph makes of logits on the way to a loss, and of the loss on the way back.
+
+Whatever a loss makes of softmax or log-softmax row by row, the gradient of its logits is ``a * softmax + b * one_hot +
+c``, with numbers a, b and c for each row. So it is with label smoothing, z-loss, focal losses, weights of rows,
+log-softmax by hand.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+
+from .canonical import CAST, VIEWS, is_written, picked_slope
+from .capped import chain_of
+from .logits import is_by_element, product_and_calls
+
+__all__ = ["OF_LOGP", "Computed", "RowLoss", "Slope"]
+
+_aten = torch.ops.aten
+_LSE = _aten.logsumexp.default
+_SHAPES = VIEWS | {_aten.unsqueeze.default}
+OF_LOGP = frozenset({_aten.sum.dim_IntList, _aten.mean.dim})  # over all classes
+_DIVISIONS = frozenset({_aten.div.Tensor, _aten.div.Scalar})
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A number of each row, or one of all rows: a function of nodes, numbers and others like it."""
+
+    function: Callable[..., Tensor]
+    arguments: tuple[Any, ...]
+
+
+Row: TypeAlias = float | Computed
+
+
+@dataclass(frozen=True, slots=True)
+class _Logits:
+    """What so many calls make of the product."""
+
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Logp:
+    """Log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slope:
+    """``a * softmax + b * one_hot + c``."""
+
+    a: Row = 0.0
+    b: Row = 0.0
+    c: Row = 0.0
+
+    def plus(self, other: Slope) -> Slope:
+        return Slope(_plus(self.a, other.a), _plus(self.b, other.b), _plus(self.c, other.c))
+
+    def times(self, row: Row, function: Callable[..., Any] = operator.mul) -> Slope:
+        """Multiply by a number of each row, or divide."""
+        parts = (self.a, self.b, self.c)
+        return Slope(*(0.0 if part == 0.0 else Computed(function, (part, row)) for part in parts))
+
+    def of_softmax(self, classes: int) -> Slope:
+        """Return the gradient of the logits, given this one of their log-probabilities."""
+        total = _plus(
+            _plus(self.a, self.b), 0.0 if self.c == 0.0 else Computed(operator.mul, (self.c, classes))
+        )
+        return Slope(_plus(self.a, Computed(operator.mul, (total, -1.0))), self.b, self.c)
+
+
+def _plus(one: Row, other: Row) -> Row:
+    if one == 0.0 or other == 0.0:
+        return other if one == 0.0 else one
+    return Computed(operator.add, (one, other))
+
+
+def _flat(row: Tensor) -> Tensor:
+    return row.reshape(-1)
+
+
+def _of_nll(grad: Tensor, target: Tensor, ignored: int, reduction: int) -> Tensor:
+    """Return the gradient of each row's log-probability at its target."""
+    counts = target != ignored
+    return torch.where(counts, -grad / counts.sum() if reduction == 1 else -grad, 0)
+
+
+Value: TypeAlias = _Logits | _Logp | Slope
+
+
+@dataclass
+class RowLoss:
+    """What a graph makes of a product with many columns.
+
+    Attributes:
+      product: The product, [rows, classes].
+      calls: The calls between it and the loss.
+      values: What the nodes are that are as large as the product.
+      readers: The calls that make numbers of rows of such values.
+      target: By what elements are picked, [rows].
+      ignored: Where that is this number, nothing is.
+    """
+
+    product: fx.Node
+    calls: list[fx.Node]
+    values: dict[fx.Node, Value] = field(default_factory=dict)
+    readers: list[fx.Node] = field(default_factory=list)
+    target: fx.Node | None = None
+    ignored: int | None = None
+
+    @property
+    def classes(self) -> int:
+        return int(self.product.meta["spec"].shape[1])
+
+    def follow(self, graph: fx.Graph) -> None:
+        """Find out what each node is."""
+        self.values[self.product] = _Logits(0)
+        for node in graph.nodes:
+            if any(one in self.values for one in node.all_input_nodes) and not is_written(node):
+                value = self._value(node) if node.op == "call_function" else None
+                if value is not None:
+                    self.values[node] = value
+
+    def is_logp(self, node: Any) -> bool:
+        """Whether a node holds log-probabilities."""
+        return isinstance(self._known(node), _Logp)
+
+    def _known(self, node: Any) -> Value | None:
+        return self.values.get(node) if isinstance(node, fx.Node) else None
+
+    def _is_logits(self, node: Any) -> bool:
+        """Whether a node holds what the loss takes."""
+        return self._known(node) == _Logits(len(self.calls))
+
+    def _value(self, node: fx.Node) -> Value | None:
+        """Return what a node is; None if it is not as large as the logits, or unknown."""
+        first = self._known(node.args[0])
+        if node.target in VIEWS:
+            return first if node.meta["spec"].shape[-1:] == (self.classes,) else None
+        if isinstance(first, _Logits) and first.calls < len(self.calls) and is_by_element(node):
+            _, calls = product_and_calls(node)
+            return _Logits(len(calls)) if chain_of(calls) == chain_of(self.calls[: len(calls)]) else None
+        rule = _RULES.get(node.target)
+        made = None if rule is None else rule(self, node)
+        exact = not isinstance(made, _Logp) or node.meta["spec"].dtype is torch.float32
+        return made if exact else None
+
+    def _slope(self, node: Any) -> Slope | None:
+        """Return a gradient, which may be made of numbers of rows alone."""
+        if not isinstance(node, fx.Node) or "spec" not in node.meta:
+            return None
+        if node not in self.values and node.meta["spec"].shape[-1:] == (self.classes,):
+            made = self._of_rows(node)
+            if made is not None:
+                self.values[node] = made
+        value = self.values.get(node)
+        return value if isinstance(value, Slope) else None
+
+    def _of_rows(self, node: fx.Node) -> Slope | None:
+        if node.target is _aten.expand.default:
+            row = self._row(node.args[0])
+            return None if row is None else Slope(c=row)
+        if node.target is picked_slope:
+            return self.of_gather(node)
+        rule = _ARITHMETIC.get(node.target)
+        return None if rule is None or is_written(node) else rule(self, node)
+
+    def _row(self, value: Any) -> Row | None:
+        """Return a number of each row that a node holds as a column, or one of all; None for anything else."""
+        if isinstance(value, int | float):
+            return float(value)
+        if not isinstance(value, fx.Node) or value in self.values or is_written(value):
+            return None
+        spec = value.meta.get("spec")
+        if spec is None or not spec.dtype.is_floating_point:
+            return None
+        count = torch.Size(spec.shape).numel()
+        fits = count == 1 or (count == self.product.meta["spec"].shape[0] and spec.shape[-1] == 1)
+        return Computed(_flat, (value,)) if fits else None
+
+    def _picks(self, index: Any, ignored: int | None) -> bool:
+        """Whether elements are picked by the same numbers as all others."""
+        root = _root(index)
+        count = torch.Size(root.meta["spec"].shape).numel()
+        if is_written(root) or count != self.product.meta["spec"].shape[0]:
+            return False
+        if self.target is None:
+            self.target = root
+        if self.ignored is None:
+            self.ignored = ignored
+        return root is self.target and ignored in (None, self.ignored)
+
+    # What reads logits and log-probabilities.
+
+    def log_softmax(self, node: fx.Node) -> Value | None:
+        rows, dim, widened = node.args
+        return _Logp() if self._is_logits(rows) and self._is_last(dim, node) and not widened else None
+
+    def softmax(self, node: fx.Node) -> Value | None:
+        return None if self.log_softmax(node) is None else Slope(a=1.0)
+
+    def lse(self, node: fx.Node) -> None:
+        rows, dims, *_ = node.args
+        if self._is_logits(rows) and self._is_last(dims, rows):
+            self._reads(node)
+
+    def of_logp(self, node: fx.Node) -> None:
+        """A sum or a mean over the classes."""
+        rows, dims, *_ = node.args
+        if self.is_logp(rows) and self._is_last(dims, rows) and not node.kwargs:
+            self._reads(node)
+
+    def gather(self, node: fx.Node) -> None:
+        rows, dim, index, *rest = node.args
+        picks = self._is_logits(rows) or self.is_logp(rows)
+        if picks and self._is_last(dim, rows) and not rest and self._picks(index, None):
+            self._reads(node)
+
+    def nll(self, node: fx.Node) -> None:
+        logp, target, weight, _, ignored = node.args
+        if self.is_logp(logp) and weight is None and self._picks(target, ignored):  # type: ignore[arg-type]
+            self.readers.append(node)
+
+    def _reads(self, node: fx.Node) -> None:
+        if node.meta["spec"].dtype is torch.float32:
+            self.readers.append(node)
+
+    def _is_last(self, dims: Any, of: Any) -> bool:
+        last = len(of.meta["spec"].shape) - 1
+        return dims in (-1, last, [-1], [last])
+
+    # What is made of softmax and of one-hot rows.
+
+    def exp(self, node: fx.Node) -> Value | None:
+        return Slope(a=1.0) if self.is_logp(node.args[0]) else None
+
+    def of_nll(self, node: fx.Node) -> Value | None:
+        grad, logp, target, weight, reduction, ignored, _ = node.args
+        if not self.is_logp(logp) or weight is not None or not self._picks(target, ignored):  # type: ignore[arg-type]
+            return None
+        return Slope(b=Computed(_of_nll, (grad, target, ignored, reduction)))
+
+    def of_gather(self, node: fx.Node) -> Slope | None:
+        index, source, dim, _ = node.args
+        row = self._row(source) if self._is_last(dim, node) and self._picks(index, None) else None
+        return None if row is None else Slope(b=row)
+
+    def of_log_softmax(self, node: fx.Node) -> Value | None:
+        grad, logp, dim, _ = node.args
+        slope = self._slope(grad) if self.is_logp(logp) and self._is_last(dim, node) else None
+        return None if slope is None else slope.of_softmax(self.classes)
+
+    def scaled(self, node: fx.Node) -> Slope | None:
+        one, other = node.args
+        divides = node.target in _DIVISIONS
+        if not divides and self._slope(one) is None:
+            one, other = other, one
+        slope, row = self._slope(one), self._row(other)
+        if slope is None or row is None:
+            return None
+        return slope.times(row, operator.truediv if divides else operator.mul)
+
+    def rounded(self, node: fx.Node) -> Slope | None:
+        """A cast: gradients of several reads of one value are rounded and then added."""
+        return self._slope(node.args[0])
+
+    def negative(self, node: fx.Node) -> Slope | None:
+        slope = self._slope(node.args[0])
+        return None if slope is None else slope.times(-1.0)
+
+    def sum(self, node: fx.Node) -> Slope | None:
+        one, other = map(self._slope, node.args)
+        return None if one is None or other is None or node.kwargs else one.plus(other)
+
+    def difference(self, node: fx.Node) -> Slope | None:
+        one, other = map(self._slope, node.args)
+        return None if one is None or other is None or node.kwargs else one.plus(other.times(-1.0))
+
+    def shifted(self, node: fx.Node) -> Value | None:
+        """Logits minus their logsumexp are log-probabilities; all else is a difference."""
+        one, other = node.args
+        if not self._is_logits(one):
+            return self.difference(node)
+        known = _root(other) if isinstance(other, fx.Node) and not node.kwargs else None
+        return _Logp() if known in self.readers and known.target is _LSE else None
+
+
+_ARITHMETIC: Mapping[Any, Callable[[RowLoss, fx.Node], Slope | None]] = MappingProxyType(
+    {
+        **dict.fromkeys((_aten.mul.Tensor, _aten.mul.Scalar, *_DIVISIONS), RowLoss.scaled),
+        CAST: RowLoss.rounded,
+        _aten.neg.default: RowLoss.negative,
+        _aten.add.Tensor: RowLoss.sum,
+        _aten.sub.Tensor: RowLoss.difference,
+    }
+)
+_RULES: Mapping[Any, Callable[[RowLoss, fx.Node], Value | None]] = MappingProxyType(
+    {
+        _aten._log_softmax.default: RowLoss.log_softmax,
+        _aten._softmax.default: RowLoss.softmax,
+        _LSE: RowLoss.lse,
+        **dict.fromkeys(OF_LOGP, RowLoss.of_logp),
+        _aten.gather.default: RowLoss.gather,
+        _aten.nll_loss_forward.default: RowLoss.nll,
+        _aten.exp.default: RowLoss.exp,
+        _aten.nll_loss_backward.default: RowLoss.of_nll,
+        _aten._log_softmax_backward_data.default: RowLoss.of_log_softmax,
+        **_ARITHMETIC,
+        _aten.sub.Tensor: RowLoss.shifted,
+    }
+)
+
+
+def _root(node: Any) -> fx.Node:
+    """Return what a node is a view of, by calls that keep the order of elements."""
+    while node.target in _SHAPES:
+        node = node.args[0]
+    return node  # type: ignore[no-any-return]
