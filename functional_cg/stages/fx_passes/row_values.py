@@ -195,7 +195,7 @@ class RowLoss:
             self.target = root
         if self.ignored is None:
             self.ignored = ignored
-        return root is self.target and ignored in (None, self.ignored)
+        return _is_remade(root, self.target) and ignored in (None, self.ignored)
 
     # What reads logits and log-probabilities.
 
@@ -323,3 +323,22 @@ def _root(node: Any) -> fx.Node:
     while node.target in _SHAPES:
         node = node.args[0]
     return node  # type: ignore[no-any-return]
+
+
+def _is_remade(one: Any, other: Any, depth: int = 8) -> bool:
+    """Whether two values are computed in the same way: a backward may make the targets again."""
+    if one is other:
+        return True
+    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
+        return type(one) is type(other) and not isinstance(one, fx.Node) and one == other
+    op = one.target
+    pure = isinstance(op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded not in op.tags
+    return (
+        depth > 0
+        and pure
+        and other.target is op
+        and not any(map(is_written, (one, other, *one.all_input_nodes, *other.all_input_nodes)))
+        and one.kwargs == other.kwargs
+        and len(one.args) == len(other.args)
+        and all(_is_remade(a, b, depth - 1) for a, b in zip(one.args, other.args, strict=True))
+    )
