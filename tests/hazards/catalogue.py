@@ -1097,5 +1097,10 @@ HAZARDS = (
          "impossible: what the loss needs is computed in front of it, in a whole step and in a part of one",
          "cross::test_losses_that_get_it", "logits::test_the_targets_are_read_before_the_rows",
          "parts::test_the_gradient_of_a_large_loss_lies_in_the_memory_of_the_logits"),
+    _row(213, 1, "N204 N205 N206",
+         "a kernel for losses computes another gradient than the step's, or overwrites logits that are read later",
+         "impossible: the gradient is found by rules, call by call, and nothing else may read what is as large",
+         "cross::test_any_loss_of_rows_gets_them", "cross::test_a_cap_gets_it_with_its_own_gradient_alone",
+         "cross::test_losses_that_do_not", "cross::test_what_is_made_of_logits_is_made_in_the_kernel"),
 )
 # fmt: on

@@ -337,4 +337,35 @@ SILENT = (
         ("tests/test_parts.py::test_the_gradient_of_a_large_loss_lies_in_the_memory_of_the_logits",),
         no_gpu="told from the graph",
     ),
+    Mutant(
+        "N204",
+        "a capped loss gets the gradient of its cap, whatever the step computes as one",
+        (
+            (
+                "follows = user.target is call.target and user.args[1:] == call.args[1:]",
+                "follows = user.target is call.target",
+            ),
+        ),
+        ("tests/test_cross_entropy.py::test_a_cap_gets_it_with_its_own_gradient_alone[other factor]",),
+        no_gpu="told from the graph",
+    ),
+    Mutant(
+        "N205",
+        "two losses of one product share their targets, whatever they are",
+        (
+            (
+                "return _is_remade(root, self.target) and ignored in (None, self.ignored)",
+                "return ignored in (None, self.ignored)",
+            ),
+        ),
+        ("tests/test_cross_entropy.py::test_losses_that_do_not[two targets]",),
+        no_gpu="told from the graph",
+    ),
+    Mutant(
+        "N206",
+        "the gradient of a smoothed loss lacks what all classes share",
+        (("0.0 if self.c == 0.0 else Computed(operator.mul, (self.c, classes))", "0.0"),),
+        ("tests/test_cross_entropy.py::test_any_loss_of_rows_gets_them",),
+        no_gpu="told from the graph",
+    ),
 )

@@ -24,7 +24,7 @@ __all__ = ["OF_LOGP", "Computed", "RowLoss", "Slope"]
 
 _aten = torch.ops.aten
 _LSE = _aten.logsumexp.default
-_SHAPES = VIEWS | {_aten.unsqueeze.default}
+_SHAPES = frozenset({*VIEWS, _aten.unsqueeze.default})
 OF_LOGP = frozenset({_aten.sum.dim_IntList, _aten.mean.dim})  # over all classes
 _DIVISIONS = frozenset({_aten.div.Tensor, _aten.div.Scalar})
 
@@ -294,7 +294,10 @@ class RowLoss:
 
 _ARITHMETIC: Mapping[Any, Callable[[RowLoss, fx.Node], Slope | None]] = MappingProxyType(
     {
-        **dict.fromkeys((_aten.mul.Tensor, _aten.mul.Scalar, *_DIVISIONS), RowLoss.scaled),
+        _aten.mul.Tensor: RowLoss.scaled,
+        _aten.mul.Scalar: RowLoss.scaled,
+        _aten.div.Tensor: RowLoss.scaled,
+        _aten.div.Scalar: RowLoss.scaled,
         CAST: RowLoss.rounded,
         _aten.neg.default: RowLoss.negative,
         _aten.add.Tensor: RowLoss.sum,
@@ -306,7 +309,8 @@ _RULES: Mapping[Any, Callable[[RowLoss, fx.Node], Value | None]] = MappingProxyT
         _aten._log_softmax.default: RowLoss.log_softmax,
         _aten._softmax.default: RowLoss.softmax,
         _LSE: RowLoss.lse,
-        **dict.fromkeys(OF_LOGP, RowLoss.of_logp),
+        _aten.sum.dim_IntList: RowLoss.of_logp,
+        _aten.mean.dim: RowLoss.of_logp,
         _aten.gather.default: RowLoss.gather,
         _aten.nll_loss_forward.default: RowLoss.nll,
         _aten.exp.default: RowLoss.exp,
