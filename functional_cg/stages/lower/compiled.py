@@ -128,7 +128,8 @@ def in_parts(
       in_place: Whether the compiled functions write the slots.
       least: How many calls need not be compiled at least.
     """
-    write_out_of_place(program)
+    if not in_place:  # else it is prepared
+        write_out_of_place(program)
     plan = schedule(program, fuse=() if in_place else None)
     parts = parts_of(program, plan, in_place=in_place, least=least)
     return None if parts is None else PartsPlan(program, device, plan, parts, compiler, reference)
