@@ -17,10 +17,10 @@ from torch import Tensor, fx
 
 from .canonical import CAST, VIEWS, is_written
 
-__all__ = ["Link", "back_through", "chain_of", "gradient_of", "through"]
+__all__ = ["DTYPES", "Link", "back_through", "chain_of", "gradient_of", "through"]
 
 _aten = torch.ops.aten
-_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _TANH_SLOPE = _aten.tanh_backward.default
 _NAMES: Mapping[Any, str] = MappingProxyType(
     {CAST: "cast", _aten.mul.Tensor: "mul", _aten.div.Tensor: "div", _aten.tanh.default: "tanh"}
@@ -78,7 +78,7 @@ def chain_of(calls: Sequence[fx.Node]) -> tuple[Link, ...] | None:
     for node in calls:
         name, spec = _NAMES.get(node.target), node.meta.get("spec")
         number = node.args[1] if name in ("mul", "div") else 1.0
-        if name is None or spec is None or spec.dtype not in _DTYPES or isinstance(number, bool | complex):
+        if name is None or spec is None or spec.dtype not in DTYPES or isinstance(number, bool | complex):
             return None
         if not isinstance(number, int | float) or node.kwargs.keys() - {"dtype", "layout", "device"}:
             return None

@@ -19,15 +19,14 @@ import torch
 from torch import Tensor, fx
 
 from .canonical import CAST, as_shape, is_written, narrow_views, softmax_by_rows, softmax_in_fp32
-from .capped import Link, back_through, chain_of, gradient_of, through
+from .capped import DTYPES, Link, back_through, chain_of, gradient_of, through
 from .logits import before, is_large, product_and_calls, read_targets_first, writes
 from .padding import Padded, may_be_padded
-from .row_values import OF_LOGP, Computed, RowLoss, Slope
+from .row_values import OF_LOGP, Computed, RowLoss, Slope, flat
 
 __all__ = ["join_gradients", "rewrite_losses"]
 
 _aten = torch.ops.aten
-_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _FIELDS = ("call", "number", "dtype_name")  # of a link, in the order of the ops' arguments
 
 _library = torch.library.Library("fcg", "FRAGMENT")
@@ -183,7 +182,7 @@ def _found(
     loss = RowLoss(product, calls)
     loss.follow(graph)
     spec = product.meta["spec"]
-    fits = spec.dtype in _DTYPES and len(spec.shape) == 2 and spec.stride == (spec.shape[1], 1)
+    fits = spec.dtype in DTYPES and len(spec.shape) == 2 and spec.stride == (spec.shape[1], 1)
     if not fits or loss.target is None:
         return None
 
@@ -229,7 +228,7 @@ def _join(graph: fx.Graph, found: _Found, place: Mapping[fx.Node, int]) -> None:
         target = None if loss.target is None else early(loss.target)
         if target is None:
             return
-        target = graph.call_function(_flat, (target,))
+        target = graph.call_function(flat, (target,))
         index = target if loss.ignored is None else graph.call_function(_index, (target, loss.ignored))
         factors = _Emitted(graph, early).factors(found.slope, index)
     pays = may_be_padded(loss.product, spec, [found.result])
@@ -321,10 +320,6 @@ def _replace(graph: fx.Graph, reader: fx.Node, numbers: fx.Node, target: fx.Node
             new = graph.call_function(_sum, (numbers, shape, count))
     new.meta["spec"] = reader.meta["spec"]
     reader.replace_all_uses_with(new)
-
-
-def _flat(target: Tensor) -> Tensor:
-    return target.reshape(-1)
 
 
 def _index(target: Tensor, ignored: int) -> Tensor:

@@ -20,7 +20,7 @@ from .canonical import CAST, VIEWS, is_written, picked_slope
 from .capped import chain_of
 from .logits import is_by_element, product_and_calls
 
-__all__ = ["OF_LOGP", "Computed", "RowLoss", "Slope"]
+__all__ = ["OF_LOGP", "Computed", "RowLoss", "Slope", "flat"]
 
 _aten = torch.ops.aten
 _LSE = _aten.logsumexp.default
@@ -82,8 +82,8 @@ def _plus(one: Row, other: Row) -> Row:
     return Computed(operator.add, (one, other))
 
 
-def _flat(row: Tensor) -> Tensor:
-    return row.reshape(-1)
+def flat(rows: Tensor) -> Tensor:
+    return rows.reshape(-1)
 
 
 def _of_nll(grad: Tensor, target: Tensor, ignored: int, reduction: int) -> Tensor:
@@ -183,7 +183,7 @@ class RowLoss:
             return None
         count = torch.Size(spec.shape).numel()
         fits = count == 1 or (count == self.product.meta["spec"].shape[0] and spec.shape[-1] == 1)
-        return Computed(_flat, (value,)) if fits else None
+        return Computed(flat, (value,)) if fits else None
 
     def _picks(self, index: Any, ignored: int | None) -> bool:
         """Whether elements are picked by the same numbers as all others."""
