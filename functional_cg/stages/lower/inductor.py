@@ -22,8 +22,10 @@ from ..fx_passes.signs import keep_signs
 __all__ = ["compile_graph", "opened", "start_workers"]
 
 # The step is captured as one CUDA graph: turn inductor's own off, whatever the user's global configuration says.
+# Rows are not padded either: a value with padded rows is laid out after views of it were taken, in another order of
+# dimensions if a later reader turns it, and then the views read the wrong elements (torch 2.11).
 _INDUCTOR_OPTIONS: Mapping[str, Any] = MappingProxyType(
-    {"triton.cudagraphs": False, "triton.cudagraph_trees": False}
+    {"triton.cudagraphs": False, "triton.cudagraph_trees": False, "comprehensive_padding": False}
 )
 
 # Autotune kernels on the values of the first run, as `torch.compile` does, and not on made-up values, whose indices may
