@@ -7,20 +7,24 @@ import random
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import functional_cg as fcg
 from functional_cg.stages.plan import Buffers
+from functional_cg.stages.program import Var
+from functional_cg.stages.trial.host_memory import HostMemory
 from functional_cg.stages.trial.sketch import Distance, distance, known, sketch
 from functional_cg.stages.trial.ulps import Shaker
+from functional_cg.state.arena import BufferSpec
 from functional_cg.testing import assert_trees_all_equal
 from functional_cg.testing import strategies as fst
 from tests.compiled_graphs import ON_A_GPU, lower_as_on_a_gpu
@@ -462,15 +466,15 @@ def outputs(reference: Any, buffers: Buffers) -> list[Tensor]:
     return [shown[number] for number in range(len(reference.outputs))]
 
 
-@given(fst.step_fns(), st.integers(1, 10))
-def test_within_less_memory_a_program_computes_the_same(program: Any, tenths: int) -> None:
+@given(fst.step_fns(), st.integers(1, 10), st.sampled_from([0, 2**40]))
+def test_within_less_memory_a_program_computes_the_same(program: Any, tenths: int, host: int) -> None:
     step = fcg.graph_step(program)
     state = fcg.place(program.state)
     lowered = step.lower(state, program.x)
     buffers = Buffers(state._lease.arena.slots, [program.x], [one.value for one in lowered.program.constants])
     expected = outputs(lowered.reference, buffers)
     room = lowered.reference.fit(2**60) * tenths // 10
-    takes = lowered.reference.fit(room)
+    takes = lowered.reference.fit(room, host=host)
     assert _most(lowered.reference, buffers) <= takes
     for got, value in zip(outputs(lowered.reference, buffers), expected, strict=True):
         assert_trees_all_equal(got, value)
@@ -485,6 +489,83 @@ def assert_the_same_within(reference: Any, buffers: Buffers, part: int) -> None:
     assert len(reference._actions) < 2 * len(reference._instrs)
     for got, value in zip(outputs(reference, buffers), expected, strict=True):
         assert_trees_all_equal(got, value)
+
+
+def batch_norms(width: int, device: str = "cpu") -> tuple[Any, Any]:
+    """A step of six convolutions with batch norms, and its state."""
+    layers = [
+        layer
+        for _ in range(6)
+        for layer in (nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+    ]
+    apply, params, buffers = fcg.from_module(nn.Sequential(*layers).to(device))
+
+    def train_step(state: Any, x: Tensor) -> Any:
+        def loss_fn(params: Any) -> Any:
+            out, buffers = apply(params, state.buffers, x, train=True)
+            return out.square().mean(), buffers
+
+        (loss, new), grads = fcg.value_and_grad(loss_fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads, buffers=new), {"loss": loss}
+
+    return train_step, fcg.TrainState.create(params=params, buffers=buffers, optimizer=fcg.optim.sgd(0.1))
+
+
+def test_a_net_with_batch_norms_in_half_of_the_memory() -> None:
+    """What is made together with new statistics cannot be recomputed: it waits on the host."""
+    train_step, state = batch_norms(8)
+    x = torch.randn(4, 8, 16, 16)
+    lowered = fcg.graph_step(train_step).lower(state, x)
+    reference = lowered.reference
+    given = Buffers(state._lease.arena.slots, [x], [one.value for one in lowered.program.constants])
+    expected = outputs(reference, given)
+    room = reference.fit(2**60) // 2
+    assert reference.fit(room) > room
+    assert reference.fit(room, host=2**40) == room
+    assert _most(reference, given) <= room
+    for got, value in zip(outputs(reference, given), expected, strict=True):
+        assert_trees_all_equal(got, value)
+    assert sum(action.instr is not None for action in reference._actions) < 1.1 * len(reference._instrs)
+
+
+@pytest.mark.cuda
+def test_it_is_certified_in_the_memory_of_the_step() -> None:
+    peaks = []
+    for certify in (False, "auto"):
+        train_step, state = batch_norms(16, "cuda")
+        x = torch.randn(64, 16, 64, 64, device="cuda")
+        step = fcg.graph_step(train_step, certify=certify)  # type: ignore[call-overload]
+        torch.cuda.reset_peak_memory_stats()
+        step(state, x)
+        peaks.append(torch.cuda.max_memory_allocated())
+        step.close()
+    assert "  certified: " in step.explain()
+    assert any(action.aside for action in step.lower(state, x).reference._actions)
+    assert peaks[1] <= 1.01 * peaks[0]
+
+
+@pytest.mark.parametrize("device", HERE)
+def test_views_of_one_storage_come_back_as_such(device: str) -> None:
+    whole = torch.arange(24.0, device=device)
+    views = [whole[2:].view(2, 11), whole.view(4, 6).t(), whole[5]]
+    variables = [Var(n, BufferSpec.of(one), 7, one.storage_offset(), False) for n, one in enumerate(views)]
+    expected = [view.clone() for view in views]
+    host = HostMemory()
+    for _ in range(2):
+        host.put([*zip(variables, views, strict=True)])
+        whole.zero_()  # it waits for the copy
+        back = dict(host.take(7))
+        assert [*back] == variables
+        for view, value, var in zip(views, expected, variables, strict=True):
+            assert_trees_all_equal(back[var], value)
+            assert (back[var].stride(), back[var].storage_offset()) == (view.stride(), view.storage_offset())
+        back[variables[2]].fill_(-1)  # of the one storage that all of them have
+        assert back[variables[0]][0, 3] == -1
+        assert back[variables[1]][5, 0] == -1
+        back[variables[2]].fill_(5)
+        views = [back[var] for var in variables]
+        whole = views[0]
+    host.free()
 
 
 def test_a_deep_net_in_a_third_of_the_memory() -> None:
@@ -620,7 +701,7 @@ class _Memory(TorchDispatchMode):
 
     def __init__(self, static: Iterable[Tensor]) -> None:
         super().__init__()
-        self._static = [StorageWeakRef(one.untyped_storage()) for one in static]
+        self.static = [StorageWeakRef(one.untyped_storage()) for one in static]
         self._alive: dict[StorageWeakRef, int] = {}
         self.most = 0
 
@@ -628,7 +709,7 @@ class _Memory(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for one in fcg.tree.leaves(result):
             storage = one.untyped_storage() if isinstance(one, Tensor) else None
-            if storage is not None and StorageWeakRef(storage) not in self._static:
+            if storage is not None and StorageWeakRef(storage) not in self.static:
                 self._alive[StorageWeakRef(storage)] = storage.nbytes()
         self._alive = {one: size for one, size in self._alive.items() if not one.expired()}
         self.most = max(self.most, sum(self._alive.values()))
@@ -638,6 +719,14 @@ class _Memory(TorchDispatchMode):
 def _most(reference: Any, buffers: Buffers) -> int:
     """The most bytes that a run takes at a time besides its buffers: counted, not planned."""
     memory = _Memory([*buffers.slots, *buffers.inputs, *buffers.constants])
-    with memory:
+    block = HostMemory._block
+
+    def on_the_host(self: HostMemory, nbytes: int, device: torch.device) -> Tensor:
+        with _disable_current_modes():
+            made = block(self, nbytes, device)
+        memory.static.append(StorageWeakRef(made.untyped_storage()))
+        return made
+
+    with mock.patch.object(HostMemory, "_block", on_the_host), memory:
         reference.run(buffers, lambda number, value: None)
     return memory.most

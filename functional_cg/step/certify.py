@@ -1,8 +1,8 @@
 """Certify a compiled step: compare its plan with the program on real values before the plan commits anything.
 
 By default this takes no more memory than the step itself: on a GPU the old values of the slots that the plan
-writes are kept on the host, and the program runs in the memory that the plan has freed. If that is too
-little, the step is not certified.
+writes are kept on the host, and the program runs in the memory that the plan has freed. What does not fit is computed
+again when it is needed, or waits on the host. If a single call takes too much, the step is not certified.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ __all__ = ["certify"]
 _log = logging.getLogger("functional_cg")
 _LARGE = 2**20  # bytes
 _WORKSPACE = 8  # the fraction 1 / _WORKSPACE of free memory is left for the workspaces of kernels
+_SHARE = 4  # the fraction 1 / _SHARE of the host's free memory may hold values of the program for a while
 _INTEGERS = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 
@@ -136,6 +137,9 @@ class _Copied:
     def room(self) -> int | None:
         return None
 
+    def host(self) -> int:
+        return 0
+
 
 @dataclass
 class _InPlace:
@@ -181,6 +185,9 @@ class _InPlace:
         stats: dict[str, Any] = torch.cuda.memory_stats(_gpu(self.buffers))
         room = int(stats["allocated_bytes.all.peak"]) - int(stats["allocated_bytes.all.current"])
         return room - room // _WORKSPACE
+
+    def host(self) -> int:
+        return _host_memory() // _SHARE
 
 
 def _gpu(buffers: Buffers) -> torch.device:

@@ -17,6 +17,7 @@ from ..passes.min_cut import Forward, recomputed
 from ..plan import Buffers, evaluate, quiet
 from ..program import Instr, Program, Var, live, written_storages
 from ..template import calls_of
+from .host_memory import HostMemory
 from .remat_plan import Action, in_order, within
 from .row_blocks import in_blocks
 from .ulps import Shaker, decides
@@ -68,6 +69,7 @@ class Reference:
         self.outputs = [*outputs] or [Output(name, var) for name, var in program.named_results()]
         self.outputs += [Output(name, new, i) for i, (name, old, new) in enumerate(leaves) if old is not new]
         self._turned: dict[Instr, Collection[Var]] = {}  # results that may lie in other strides, by call
+        self._host = HostMemory()
 
     @cached_property  # like the other two: a step that is not compiled needs none of them
     def _actions(self) -> list[Action]:
@@ -110,12 +112,21 @@ class Reference:
             for action in self._actions:
                 for var in action.forget:
                     del values[var]
+                for group in action.aside:
+                    self._host.put([(var, values.pop(var)) for var in group])
+                if action.back:
+                    values.update(self._host.take(action.back[0].storage))
                 if action.instr is not None and action.instr.op is _SHOWN:
                     (var,) = action.instr.inputs()
                     for number in numbers[var]:
                         see(number, values[var])
                 elif action.instr is not None:
                     self._call(action.instr, values, static, shaker)
+        self._host.end_run()
+
+    def free(self) -> None:
+        """Give back the host memory that runs have taken."""
+        self._host.free()
 
     def made(self, metrics: Iterable[Tensor], slots: Sequence[Tensor]) -> list[Tensor]:
         """Return the outputs of a plan that has run, in the order of :attr:`outputs`.
@@ -127,11 +138,12 @@ class Reference:
         rest = iter(metrics)
         return [next(rest) if out.slot is None else slots[out.slot] for out in self.outputs]
 
-    def fit(self, room: int) -> int:
-        """Make runs fit into the given memory, buffers not counted, by rematerialization if needed.
+    def fit(self, room: int, *, host: int = 0) -> int:
+        """Make runs fit into the given memory, buffers not counted, by rematerialization and host memory if needed.
 
         Args:
           room: Bytes.
+          host: Bytes of host memory in which values may wait; :meth:`free` gives it back.
         Returns:
           Peak bytes of a run; more than ``room`` if no order is found that fits.
         """
@@ -142,7 +154,7 @@ class Reference:
         if peak + beside <= room:
             return peak + beside
         for instrs in self._divided(room):
-            actions = within(instrs, static, room - beside, self._cheap(instrs, room))
+            actions = within(instrs, static, room - beside, self._cheap(instrs, room), host)
             if actions is not None:
                 self._actions = actions
                 return room

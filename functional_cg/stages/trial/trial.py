@@ -72,6 +72,10 @@ class Space(Protocol):
         """Return the bytes that the reference may take; None for no limit."""
         ...
 
+    def host(self) -> int:
+        """Return the bytes of host memory that it may take."""
+        ...
+
 
 class Shown(Protocol):
     """A plan whose compiled functions run several times each."""
@@ -131,8 +135,14 @@ class Trial:
         Args:
           space: The buffers that the plan and the program run on.
         """
+        try:
+            return self._differences(space)
+        finally:
+            self._reference.free()
+
+    def _differences(self, space: Space) -> list[Difference]:
         room = space.room()
-        if room is not None and self._lacks(room):
+        if room is not None and self._lacks(room, space.host()):
             return []
         for steps in (0, 1):
             back = partial(self._go_to, steps, space)
@@ -159,8 +169,8 @@ class Trial:
         if steps:
             space.reset(self._indices)
 
-    def _lacks(self, room: int) -> bool:
-        takes = self._reference.fit(room)
+    def _lacks(self, room: int, host: int) -> bool:
+        takes = self._reference.fit(room, host=host)
         if not self._together(takes > room):
             return False
         self.lacking = max(takes - room, 1)
@@ -196,11 +206,14 @@ class TrialOfFunctions(Trial):
         def see(part: Program, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> None:
             outputs = [Output(f"{part.function}  {var.spec}", var) for var in part.outputs]
             reference, room = Reference(replace(part, outputs=[]), outputs), space.room()
-            lack = 0 if room is None else max(reference.fit(room) - room, 0)
+            lack = 0 if room is None else max(reference.fit(room, host=space.host()) - room, 0)
             lacks[part] = min(lack, lacks.get(part, lack))
             if not lack:
                 judge = Judge(reference, lambda flag: flag)
-                found.extend(judge.differences(results, Buffers((), arguments, ())))
+                try:
+                    found.extend(judge.differences(results, Buffers((), arguments, ())))
+                finally:
+                    reference.free()
                 self.share = max(self.share, judge.share)
 
         with cast("Shown", self._plan).watched(see):
