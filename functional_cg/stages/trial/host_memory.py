@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from ..program import Var
 
 __all__ = ["HostMemory"]
 
-_Layout = tuple[Var, int, torch.dtype, tuple[int, ...], tuple[int, ...], int]
+_Layout = tuple[Var, int, torch.dtype, Any, Any, Any]  # storage, shape, strides and offset
 
 
 class HostMemory:
@@ -25,7 +27,7 @@ class HostMemory:
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
         self._kept: dict[int, tuple[list[tuple[Tensor, torch.device]], list[_Layout]]] = {}
-        self._pinned: list[Tensor] = []
+        self._pinned: list[Any] = []  # addresses
 
     def put(self, values: Sequence[tuple[Var, Tensor]]) -> None:
         """Copy the storages of values to the host.
@@ -35,7 +37,7 @@ class HostMemory:
         """
         storages = {id(one): one for one in (tensor.untyped_storage() for _, tensor in values)}
         places = {key: place for place, key in enumerate(storages)}
-        layouts = [
+        layouts: list[_Layout] = [
             (var, places[id(one.untyped_storage())], one.dtype, one.shape, one.stride(), one.storage_offset())
             for var, one in values
         ]
@@ -68,25 +70,25 @@ class HostMemory:
 
     def free(self) -> None:
         """Give all memory back, once the device has done with it."""
-        if self._pinned:
-            torch.cuda.synchronize()
-        for block in self._pinned:
-            done(driver(), driver().cuMemHostUnregister(block.data_ptr()))
-        self._pinned.clear()
         self._free.clear()
         self._kept.clear()
+        if self._pinned:
+            torch.cuda.synchronize()
+        while self._pinned:
+            done(driver(), driver().cuMemFreeHost(self._pinned.pop()))
 
     def _block(self, nbytes: int, device: torch.device) -> Tensor:
         known = self._free.get(nbytes)
         if known:
             return known.pop()
-        # The first touch of memory is slow; `fill_` does it with several threads.
-        block = torch.empty(nbytes, dtype=torch.uint8, device="cpu").fill_(0)
         if device.type == "cuda" and nbytes and importable("cuda.bindings"):
-            (error,) = driver().cuMemHostRegister(block.data_ptr(), nbytes, 0)
-            if error == driver().CUresult.CUDA_SUCCESS:  # else the copies are slower, and that is all
-                self._pinned.append(block)
-        return block
+            error, address = driver().cuMemAllocHost(nbytes)
+            if error == driver().CUresult.CUDA_SUCCESS:
+                self._pinned.append(address)
+                return torch.frombuffer(
+                    (ctypes.c_uint8 * nbytes).from_address(int(address)), dtype=torch.uint8
+                )
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # copied more slowly, and that is all
 
 
 def _flat(storage: torch.UntypedStorage) -> Tensor:

@@ -159,10 +159,13 @@ class Judge:
           values: The outputs.
           buffers: Slots, inputs and constants from before the call.
         """
-        wrong = self.limits(lambda: values, buffers, lambda: None)
-        if not self._together(bool(wrong)):
-            return []
-        return self.described(wrong, values, self.expected(wrong, buffers))
+        try:
+            wrong = self.limits(lambda: values, buffers, lambda: None)
+            if not self._together(bool(wrong)):
+                return []
+            return self.described(wrong, values, self.expected(wrong, buffers))
+        finally:
+            self._reference.free()
 
     def expected(self, wrong: Collection[int], buffers: Buffers) -> dict[int, Tensor]:
         """Return some outputs as the program computes them, on the CPU."""

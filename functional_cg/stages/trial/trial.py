@@ -210,10 +210,7 @@ class TrialOfFunctions(Trial):
             lacks[part] = min(lack, lacks.get(part, lack))
             if not lack:
                 judge = Judge(reference, lambda flag: flag)
-                try:
-                    found.extend(judge.differences(results, Buffers((), arguments, ())))
-                finally:
-                    reference.free()
+                found.extend(judge.differences(results, Buffers((), arguments, ())))
                 self.share = max(self.share, judge.share)
 
         with cast("Shown", self._plan).watched(see):
