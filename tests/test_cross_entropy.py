@@ -145,7 +145,9 @@ def test_what_is_made_of_logits_is_made_in_the_kernel(
     atol, rtol = (1e-3, 2**-6) if halves else (1e-5, 2e-5)
     torch.testing.assert_close(found, losses.detach(), rtol=1e-4, atol=atol, equal_nan=True)
     torch.testing.assert_close(rows, slopes, rtol=rtol, atol=1e-6, equal_nan=True)
-    same = torch.isclose(rows, slopes, rtol=1e-5 if dtype is WIDE else 0.0, atol=0.0, equal_nan=True)
+    # In single precision the last bits of a tanh differ, and those of one minus its square.
+    near = {"rtol": 1e-5, "atol": 2e-7} if dtype is WIDE else {"rtol": 0.0, "atol": 0.0}
+    same = torch.isclose(rows, slopes, **near, equal_nan=True)
     assert not halves or same.float().mean() > 0.97
     assert rows[[1, 4]].eq(0).all()
 
