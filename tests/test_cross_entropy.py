@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_cg as fcg
+from functional_cg.stages.core import lookup
 from functional_cg.stages.fx_passes.canonical import VIEWS, pick_by_comparison
 from functional_cg.stages.fx_passes.cross_entropy import join_gradients
 from functional_cg.stages.fx_passes.logits import read_targets_first
@@ -257,6 +258,7 @@ def joined(train_step: Any, *, in_range: bool = False) -> tuple[int, int]:
     # Three losses may be rounded apart.
     atol = 4e-3 if in_range else 1e-3
     assert_same_results(module, arguments, picked_and_joined, rtol=2e-5, atol=atol)
+    assert all(map(lookup._is_known, lookup._targets(module.graph))), "a later process would compile it again"
     return count(module, OP), count(module, torch.ops.fcg.write_rows_.default)
 
 

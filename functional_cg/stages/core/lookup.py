@@ -137,7 +137,7 @@ def _is_known(target: Any) -> bool:
     """Whether a call is told by its name: an op of torch's or ours, or a function of ours that can be imported."""
     if isinstance(target, OpOverload):
         return not (of_another_library(target) and _is_composite(target))
-    return target is operator.getitem or (callable(target) and _is_ours(target) and _is_at_its_name(target))
+    return callable(target) and _is_ours(target) and _is_at_its_name(target)
 
 
 def _is_composite(op: OpOverload) -> bool:
@@ -150,10 +150,14 @@ def _is_at_its_name(function: Any) -> bool:
 
 
 def _is_ours(function: Any) -> bool:
-    """Whether a function is torch's or this library's, whose version or sources are part of the key."""
+    """Whether a function is torch's or this library's, whose version or sources are part of the key, or an operator."""
     while isinstance(function, partial):
         function = function.func
-    return function.__module__.partition(".")[0] in ("torch", __name__.partition(".")[0])
+    return function.__module__.partition(".")[0] in (
+        "torch",
+        __name__.partition(".")[0],
+        operator.mul.__module__,
+    )
 
 
 def _formulas() -> Iterator[Any]:

@@ -43,7 +43,7 @@ from .regions import RegionsPlan
 __all__ = ["HeadPlan", "announce", "in_parts", "lower", "prepare", "without_lanes"]
 
 _FULL = "its values are so large that each kernel fills the device"
-_PAYS = 2000  # calls that need not be compiled, half a minute: worth parts that nobody asked for
+_PAYS = 1000  # calls that need not be compiled, ten seconds: worth parts that nobody asked for
 _LARGE = 2**20  # bytes: recomputing or storing a smaller value takes a kernel longer than it is worth
 
 
