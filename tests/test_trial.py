@@ -22,6 +22,7 @@ import functional_cg as fcg
 from functional_cg.stages.plan import Buffers
 from functional_cg.stages.program import Var
 from functional_cg.stages.trial.host_memory import HostMemory
+from functional_cg.stages.trial.row_blocks import in_blocks
 from functional_cg.stages.trial.sketch import Distance, distance, known, sketch
 from functional_cg.stages.trial.ulps import Shaker
 from functional_cg.state.arena import BufferSpec
@@ -644,6 +645,11 @@ CLASSES: Any = {
         2.5,
         lambda rows, y: F.cross_entropy(rows, y) + 1e-2 * rows.logsumexp(-1).square().mean(),
     ),
+    "of each row": (
+        2.5,
+        lambda rows, y: (F.cross_entropy(rows, y, reduction="none") * (y > 9)).sum() / (y > 9).sum(),
+    ),
+    "by hand": (2.5, lambda rows, y: (rows.logsumexp(-1) - rows.gather(1, y[:, None])[:, 0]).mean()),
     "entropy": (2.5, lambda rows, y: -(rows.softmax(-1) * rows.log_softmax(-1)).sum(-1).mean()),
 }
 
@@ -677,6 +683,20 @@ def test_a_loss_over_many_classes_in_little_memory(name: str) -> None:
         for got, value in zip(outputs(reference, buffers), expected, strict=True):
             torch.testing.assert_close(got, value, rtol=1e-5, atol=1e-6)
         room = room * 7 // 8
+
+
+@pytest.mark.parametrize(("picked", "calls"), [(512, 8), (256, 1)])
+def test_a_pick_in_fewer_rows_is_not_divided(picked: int, calls: int) -> None:
+    """Its rows are the first ones: those of a block of places are not those of a block of values."""
+
+    def train_step(state: Any, y: Tensor) -> Any:
+        rows = state["w"] * 2
+        return state, {"picked": rows.gather(1, y[:, None]).sum()}
+
+    state = fcg.place({"w": torch.randn(512, 64)})
+    lowered = fcg.graph_step(train_step).lower(state, torch.zeros(picked, dtype=torch.int64))
+    divided = in_blocks(lowered.program.instrs, 512 * 64 * 4, 8)
+    assert sum(instr.op is torch.ops.aten.gather.default for instr in divided) == calls
 
 
 def test_a_view_of_a_large_input_is_no_copy_of_it() -> None:

@@ -11,43 +11,19 @@ The results are those of the original calls, except for the order of summation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ...state.arena import BufferSpec
-from ...tensors.aten import named_arguments
 from ..program import Instr, Var, highest_of, map_arguments, map_vars, written_storages
+from .row_rules import COPIES, DIM, MEAN, PICKS, SUM, VIEWS, Rows, is_dense, name_of, rows_of, viewed
 
 __all__ = ["in_blocks"]
 
 _aten = torch.ops.aten
-_VIEWS = frozenset({"view", "_unsafe_view", "reshape"})
-_SOFTMAX = frozenset(
-    {"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "logsumexp"}
-)
-_DIM: Mapping[str, int] = MappingProxyType(  # the place of the dimension among the arguments
-    {"_softmax": 1, "_log_softmax": 1, "_softmax_backward_data": 2, "_log_softmax_backward_data": 2}
-)
-_SUMS = frozenset({"sum", "mean", "amax", "amin", "argmax"})
-_COPIES = frozenset({"_to_copy", "clone", "detach", "alias"})
-_SUM, _MEAN = 2, 1  # how torch numbers the reductions of a loss
-
-
-@dataclass(slots=True)
-class _Rows:
-    """How to run a call on some rows.
-
-    Attributes:
-      sliced: Arguments of which it reads the same rows.
-      sums: Whether its results are sums over all rows instead of rows.
-    """
-
-    sliced: Sequence[Var]
-    sums: bool = False
 
 
 def in_blocks(instrs: Sequence[Instr], large: int, blocks: int) -> list[Instr]:
@@ -62,7 +38,7 @@ def in_blocks(instrs: Sequence[Instr], large: int, blocks: int) -> list[Instr]:
 
 
 class _Flat:
-    """Walks the calls and lets those by element, and softmaxes, take large values as matrices."""
+    """Walks the calls and lets those by element, softmaxes, and writes to places take large values as matrices."""
 
     def __init__(self, instrs: Sequence[Instr], large: int) -> None:
         self._instrs, self._large = instrs, large
@@ -77,14 +53,14 @@ class _Flat:
             if instr.outputs() and not self._names.keys().isdisjoint(instr.inputs()):
                 args, kwargs = map_arguments(lambda var: self._names.get(var, var), instr)
                 instr = replace(instr, args=args, kwargs=kwargs)
-            if _name(instr) in _VIEWS and instr.inputs()[0] in self._matrices:
+            if name_of(instr) in VIEWS and instr.inputs()[0] in self._matrices:
                 self._view(instr)
             elif self._takes_matrices(instr):
                 self._on_matrices(instr)
             else:
                 self._out.append(instr)
             for var in instr.outputs():
-                if len(var.spec.shape) == 2 and self._is_large(var) and _is_dense(var):
+                if len(var.spec.shape) == 2 and self._is_large(var) and is_dense(var):
                     self._matrices.setdefault(var, var)
         return self._read()
 
@@ -101,33 +77,37 @@ class _Flat:
             self._matrices[out] = matrix
 
     def _takes_matrices(self, instr: Instr) -> bool:
-        out, name = instr.out, _name(instr)
+        out, name = instr.out, name_of(instr)
         if not isinstance(out, Var) or len(out.spec.shape) < 3 or not self._is_large(out) or instr.writes:
             return False
-        place, last = _DIM.get(name, len(instr.args)), len(out.spec.shape) - 1
+        place, last = DIM.get(name, len(instr.args)), len(out.spec.shape) - 1
         along_rows = place < len(instr.args) and instr.args[place] % (last + 1) == last
-        if not (along_rows or instr.by_element or name in _COPIES) or "memory_format" in instr.kwargs:
+        if not (along_rows or instr.by_element or name in COPIES) or "memory_format" in instr.kwargs:
             return False
         values = [var for var in instr.inputs() if var.spec.shape]
-        return _viewed(instr, out) is None and all(
-            var.spec.shape == out.spec.shape and var.storage not in self._written and _is_dense(var)
+        axes = slice(last if name in PICKS else None)
+        return viewed(instr, out) is None and all(
+            var.spec.shape[axes] == out.spec.shape[axes]
+            and var.storage not in self._written
+            and is_dense(var)
             for var in (*values, out)
         )
 
     def _on_matrices(self, instr: Instr) -> None:
         spec = instr.out.spec
-        made = self._as(instr.out, (spec.numel // spec.shape[-1], spec.shape[-1]))
+        rows = spec.numel // spec.shape[-1]
+        made = self._as(instr.out, (rows, spec.shape[-1]))
 
         def matrix(var: Var) -> Var:
             if not var.spec.shape:
                 return var
             if var not in self._matrices:
-                view = self._matrices[var] = self._as(var, made.spec.shape)
+                view = self._matrices[var] = self._as(var, (rows, var.spec.shape[-1]))
                 self._out.append(Instr(_aten.view.default, (var, [*view.spec.shape]), {}, view, (), None))
             return self._matrices[var]
 
         args, kwargs = map_arguments(matrix, instr)
-        if (place := _DIM.get(_name(instr))) is not None:
+        if (place := DIM.get(name_of(instr))) is not None:
             args = (*args[:place], 1, *args[place + 1 :])
         self._out.append(replace(instr, args=args, kwargs=kwargs, out=made))
         self._out.append(Instr(_aten.view.default, (made, [*spec.shape]), {}, instr.out, (), instr.site))
@@ -144,7 +124,7 @@ class _Flat:
         read: set[Var] = set()
         calls = []
         for instr in reversed(self._out):
-            if _name(instr) not in _VIEWS or not read.isdisjoint(instr.outputs()):
+            if name_of(instr) not in VIEWS or not read.isdisjoint(instr.outputs()):
                 calls.append(instr)
                 read.update(instr.inputs())
         return calls[::-1]
@@ -158,7 +138,7 @@ class _Divided:
         self._index, self._storage = highest_of(instrs)
         self._written = written_storages(instrs)
         self._parts: dict[Var, list[Var]] = {}
-        self._waiting: list[tuple[Instr, _Rows]] = []
+        self._waiting: list[tuple[Instr, Rows]] = []
         self._out: list[Instr] = []
         rules = {instr: self._rule(instr) for instr in instrs}
         self._rules = {instr: rule for instr, rule in rules.items() if rule is not None}
@@ -172,7 +152,7 @@ class _Divided:
         for instr in self._instrs:
             rule = self._rules.get(instr)
             made = {var for waiting, _ in self._waiting for var in waiting.outputs()}
-            if all(_viewed(instr, var) not in (None, *made, *self._parts) for var in instr.outputs()):
+            if all(viewed(instr, var) not in (None, *made, *self._parts) for var in instr.outputs()):
                 rule = None  # a view of what is there as a whole takes nothing
             summed = {var for waiting, rows in self._waiting if rows.sums for var in waiting.outputs()}
             read = {var.storage for waiting, _ in self._waiting for var in waiting.inputs()}
@@ -186,7 +166,7 @@ class _Divided:
         self._flush()
         return self._out
 
-    def _rule(self, instr: Instr) -> _Rows | None:
+    def _rule(self, instr: Instr) -> Rows | None:
         """Return how to run a call in blocks; None if it is small or cannot be split."""
         outputs = instr.outputs()
         values = (*outputs, *instr.inputs())
@@ -194,18 +174,18 @@ class _Divided:
             return None
         if any(var.storage in self._written for var in values):
             return None  # parts of it would not be written
-        rule = _rows_of(instr)
-        if rule is None or not rule.sliced or not (rule.sums or all(map(_is_dense, outputs))):
+        rule = rows_of(instr)
+        if rule is None or not rule.sliced or not (rule.sums or all(map(is_dense, outputs))):
             return None
         rows = {var.spec.shape[0] for var in rule.sliced}
-        rows |= set() if rule.sums else {var.spec.shape[0] for var in outputs}
+        rows |= set() if rule.sums else {var.spec.shape[0] for var in outputs if var.spec.shape}
         return rule if all(count % self._blocks == 0 and count for count in rows) else None
 
     def _flush(self) -> None:
         """Emit the waiting calls, block by block."""
         waiting, self._waiting = self._waiting, []
         for instr, rows in waiting:
-            for var in () if rows.sums else instr.outputs():
+            for var in () if rows.sums else _of_rows(instr):
                 self._parts[var] = [self._some_rows(var, instr, block) for block in range(self._blocks)]
         sums: dict[Instr, list[Any]] = {instr: [] for instr, rows in waiting if rows.sums}
         for block in range(self._blocks):
@@ -218,15 +198,15 @@ class _Divided:
             if rows.sums:
                 self._out += self._added_up(instr, sums[instr])
                 continue
-            for var in instr.outputs():
+            for var in _of_rows(instr):
                 if var not in self._whole:
                     continue
-                if _viewed(instr, var) in self._whole:
+                if viewed(instr, var) in self._whole:
                     self._out.append(instr)  # a view of what has just been joined
                 else:
                     self._out.append(Instr(_aten.cat.default, (self._parts[var],), {}, var, (), instr.site))
 
-    def _part(self, instr: Instr, rows: _Rows, block: int) -> Instr:
+    def _part(self, instr: Instr, rows: Rows, block: int) -> Instr:
         """Return a call restricted to the rows of one block."""
         names: dict[Var, Var] = {}
         for var in rows.sliced:
@@ -236,14 +216,17 @@ class _Divided:
             return names.get(var, var)
 
         def made(var: Var) -> Var:
-            return self._fresh(var.spec) if rows.sums else self._parts[var][block]
+            if not rows.sums and var in self._parts:
+                return self._parts[var][block]
+            last = not rows.sums and block == self._blocks - 1
+            return var if last else self._fresh(var.spec)  # a number beside rows is the same for all
 
         (args, kwargs), out = map_arguments(new, instr), map_vars(made, instr.out)
-        name = _name(instr)
-        if name in _VIEWS:
+        name = name_of(instr)
+        if name in VIEWS:
             args = (args[0], [instr.out.spec.shape[0] // self._blocks, *instr.out.spec.shape[1:]])
         elif name == "nll_loss_forward" and rows.sums:
-            args = (*args[:3], _SUM, args[4])
+            args = (*args[:3], SUM, args[4])
         elif name == "mean" and rows.sums:
             return replace(instr, op=_aten.sum.default, args=args, kwargs=kwargs, out=out)
         return replace(instr, args=args, kwargs=kwargs, out=out)
@@ -270,7 +253,7 @@ class _Divided:
                 calls.append(Instr(_aten.add.Tensor, (before, value), {}, after, (), instr.site))
 
         if isinstance(instr.out, Var):
-            mean = _name(instr) == "mean"
+            mean = name_of(instr) == "mean"
             out = self._fresh(instr.out.spec) if mean else instr.out
             total(parts, out)
             if mean:
@@ -279,7 +262,7 @@ class _Divided:
             return calls
         loss, weight = instr.out
         total([part[1] for part in parts], weight)
-        mean = instr.args[3] == _MEAN
+        mean = instr.args[3] == MEAN
         out = self._fresh(loss.spec) if mean else loss
         total([part[0] for part in parts], out)
         if mean:
@@ -289,7 +272,7 @@ class _Divided:
     def _some_rows(self, var: Var, instr: Instr, block: int) -> Var:
         """Return a variable for one block of a result; a view shares the memory of what it is a view of."""
         part = self._fresh(replace(var.spec, shape=(var.spec.shape[0] // self._blocks, *var.spec.shape[1:])))
-        source = _viewed(instr, var)
+        source = viewed(instr, var)
         if source is None:
             return part
         storage = self._parts[source][block].storage if source in self._parts else source.storage
@@ -300,89 +283,6 @@ class _Divided:
         return Var(self._index, spec, self._storage, 0, True)
 
 
-def _name(instr: Instr) -> str:
-    return str(instr.op._schema.name).removeprefix("aten::")
-
-
-def _viewed(instr: Instr, var: Var) -> Var | None:
-    """Return the argument that shares its memory with a result, if there is one."""
-    return next((one for one in instr.inputs() if one.storage == var.storage), None)
-
-
-def _rows_of(instr: Instr) -> _Rows | None:
-    """Return which arguments a call reads row by row to make the same rows; None if that is not known."""
-    name = _name(instr)
-    rule: Callable[[Instr], _Rows | None] | None = None
-    if name in _VIEWS:
-        rule = _of_view
-    elif name == "nll_loss_forward":
-        rule = _of_loss
-    elif name == "nll_loss_backward":
-        rule = _of_loss_backward
-    elif name in _SOFTMAX or name == "gather":
-        rule = _along_other_axes
-    elif name in _SUMS:
-        rule = _of_sum
-    elif instr.by_element or name in _COPIES:
-        rule = _of_elements
-    return rule(instr) if rule is not None else None
-
-
-def _is_dense(var: Var) -> bool:
-    step, strides = 1, []
-    for size in reversed(var.spec.shape):
-        strides.append(step)
-        step *= size
-    return var.spec.stride == tuple(reversed(strides))
-
-
-def _of_view(instr: Instr) -> _Rows | None:
-    (source,) = instr.inputs()
-    if not source.spec.shape or not instr.out.spec.shape or not _is_dense(source):
-        return None
-    return _Rows([source])
-
-
-def _of_elements(instr: Instr) -> _Rows | None:
-    if not isinstance(instr.out, Var) or not instr.out.spec.shape:
-        return None
-    shape, sliced = instr.out.spec.shape, []
-    for var in dict.fromkeys(instr.inputs()):
-        if len(var.spec.shape) == len(shape) and var.spec.shape[0] == shape[0]:
-            sliced.append(var)
-        elif len(var.spec.shape) == len(shape) and var.spec.shape[0] != 1:
-            return None
-    return _Rows(sliced)
-
-
-def _along_other_axes(instr: Instr) -> _Rows | None:
-    named = named_arguments(instr.op, instr.args, instr.kwargs)
-    sliced = [*dict.fromkeys(instr.inputs())]
-    dims = named["dim"] if isinstance(named["dim"], (list, tuple)) else [named["dim"]]
-    axes = len(sliced[0].spec.shape)
-    if not isinstance(instr.out, Var) or any(dim % axes == 0 for dim in dims) or not instr.out.spec.shape:
-        return None
-    return _Rows(sliced)
-
-
-def _of_sum(instr: Instr) -> _Rows | None:
-    named = named_arguments(instr.op, instr.args, instr.kwargs)
-    if named.get("dim") is None:
-        whole = _name(instr) in ("sum", "mean") and bool(named["self"].spec.shape)
-        floats = whole and instr.out.spec.dtype.is_floating_point and named.get("dtype") is None
-        return _Rows([named["self"]], sums=True) if floats else None
-    return _along_other_axes(instr)
-
-
-def _of_loss(instr: Instr) -> _Rows | None:
-    rows, target, _, reduction, _ = instr.args
-    if len(rows.spec.shape) != 2:
-        return None
-    return _Rows([rows, target], sums=reduction in (_SUM, _MEAN)) if reduction else None
-
-
-def _of_loss_backward(instr: Instr) -> _Rows | None:
-    _, rows, target, _, reduction, *_ = instr.args
-    if len(rows.spec.shape) != 2 or not reduction:
-        return None
-    return _Rows([rows, target])
+def _of_rows(instr: Instr) -> list[Var]:
+    """Return the results of a call that runs in blocks, without the weight that a loss of each row returns, too."""
+    return [var for var in instr.outputs() if var.spec.shape]
