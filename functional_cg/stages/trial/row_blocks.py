@@ -19,7 +19,7 @@ import torch
 
 from ...state.arena import BufferSpec
 from ..program import Instr, Var, highest_of, map_arguments, map_vars, written_storages
-from .row_rules import COPIES, DIM, MEAN, PICKS, SUM, VIEWS, Rows, is_dense, name_of, rows_of, viewed
+from .row_rules import COPIES, DIM, FILLED, MEAN, PICKS, SUM, VIEWS, Rows, is_dense, name_of, rows_of, viewed
 
 __all__ = ["in_blocks"]
 
@@ -175,7 +175,8 @@ class _Divided:
         if any(var.storage in self._written for var in values):
             return None  # parts of it would not be written
         rule = rows_of(instr)
-        if rule is None or not rule.sliced or not (rule.sums or all(map(is_dense, outputs))):
+        alone = name_of(instr) in FILLED
+        if rule is None or not (rule.sliced or alone) or not (rule.sums or all(map(is_dense, outputs))):
             return None
         rows = {var.spec.shape[0] for var in rule.sliced}
         rows |= set() if rule.sums else {var.spec.shape[0] for var in outputs if var.spec.shape}
@@ -224,12 +225,18 @@ class _Divided:
         (args, kwargs), out = map_arguments(new, instr), map_vars(made, instr.out)
         name = name_of(instr)
         if name in VIEWS:
-            args = (args[0], [instr.out.spec.shape[0] // self._blocks, *instr.out.spec.shape[1:]])
+            args = (args[0], self._rows_in_block(instr.out))
+        elif name in FILLED:
+            args = (*args[: FILLED[name]], self._rows_in_block(instr.out), *args[FILLED[name] + 1 :])
         elif name == "nll_loss_forward" and rows.sums:
             args = (*args[:3], SUM, args[4])
         elif name == "mean" and rows.sums:
             return replace(instr, op=_aten.sum.default, args=args, kwargs=kwargs, out=out)
         return replace(instr, args=args, kwargs=kwargs, out=out)
+
+    def _rows_in_block(self, var: Var) -> list[int]:
+        rows, *others = var.spec.shape
+        return [rows // self._blocks, *others]
 
     def _slice(self, var: Var, block: int) -> Var:
         rows = var.spec.shape[0] // self._blocks

@@ -12,6 +12,7 @@ from ..program import Instr, Var
 __all__ = [
     "COPIES",
     "DIM",
+    "FILLED",
     "MEAN",
     "PICKS",
     "SUM",
@@ -39,6 +40,8 @@ DIM: Mapping[str, int] = MappingProxyType(  # the place of the dimension among t
     }
 )
 _SUMS = frozenset({"sum", "mean", "amax", "amin", "argmax"})
+# The place of the shape among the arguments of calls that make one number everywhere.
+FILLED: Mapping[str, int] = MappingProxyType({"full": 0, "zeros": 0, "new_zeros": 1, "new_full": 1})
 COPIES = frozenset({"_to_copy", "clone", "detach", "alias"})
 SUM, MEAN = 2, 1  # how torch numbers the reductions of a loss
 
@@ -81,6 +84,8 @@ def rows_of(instr: Instr) -> Rows | None:
         rule = _of_places
     elif name in _SUMS:
         rule = _of_sum
+    elif name in FILLED:
+        rule = _of_filled
     elif instr.by_element or name in COPIES:
         rule = _of_elements
     return rule(instr) if rule is not None else None
@@ -99,6 +104,12 @@ def _of_view(instr: Instr) -> Rows | None:
     if not source.spec.shape or not instr.out.spec.shape or not is_dense(source):
         return None
     return Rows([source])
+
+
+def _of_filled(instr: Instr) -> Rows | None:
+    return (
+        Rows([]) if instr.out.spec.shape and all(not var.spec.shape for var in instr.inputs()[1:]) else None
+    )
 
 
 def _of_elements(instr: Instr) -> Rows | None:
