@@ -699,6 +699,48 @@ def test_a_pick_in_fewer_rows_is_not_divided(picked: int, calls: int) -> None:
     assert sum(instr.op is torch.ops.aten.gather.default for instr in divided) == calls
 
 
+# Of rows [512, 1024] of numbers between -1 and 1.
+IN_BLOCKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "picked in fewer rows": lambda h: h.gather(1, torch.arange(256)[:, None].expand(256, 64) * 7 % 64).sin(),
+    "bits in 3 dimensions": lambda h: h.view(8, 64, -1).exp().view(512, -1).view(torch.int32) % 7,
+    "bits of halves": lambda h: h.view(torch.int16) % 7,
+    "bits that are masked": lambda h: ((h.view(torch.int32) + 1) & -65536).view(torch.float32),
+    "mean of float16": lambda h: (h.half() + 3).exp().log().mean(),
+    "mean of bfloat16": lambda h: (h.bfloat16() + 3).exp().mean(),
+    "sum of float16": lambda h: (h.half() + 3).exp().log().sum() / 100,
+    "loss of float16": lambda h: F.cross_entropy(
+        40 * h.half(), torch.arange(len(h)) % h.shape[1], reduction="mean"
+    ),
+    "a number": lambda h: F.softmax(h.sum(), 0) + h.sum().sum(0),
+}
+
+
+@pytest.mark.parametrize("name", IN_BLOCKS)
+def test_in_blocks_of_rows_it_is_the_same_program(name: str) -> None:
+    step = fcg.graph_step(lambda state, x: (state, {"m": IN_BLOCKS[name](torch.tanh(x @ state["w"]))}))
+    state, x = fcg.place({"w": torch.randn(64, 1024) / 8}), torch.randn(512, 64)
+    lowered = step.lower(state, x)
+    constants = [one.value for one in lowered.program.constants]
+    buffers = Buffers(state._lease.arena.slots, [x], constants)
+    (expected,) = outputs(lowered.reference, buffers)
+    for tenths in (9, 7, 5, 3, 0):
+        lowered.reference.fit(lowered.reference.fit(2**60) * tenths // 10)
+        (got,) = outputs(lowered.reference, buffers)
+        torch.testing.assert_close(got, expected, rtol=2e-3 if expected.itemsize == 2 else 1e-6, atol=1e-6)
+
+
+def test_copies_of_constants_that_are_written_count() -> None:
+    def train_step(state: Any, x: Tensor) -> Any:
+        c = torch.tensor([0.0] * 2048)
+        c.add_((x @ state["w"]).sum())
+        return state, {"m": c.sum()}
+
+    state, x = fcg.place({"w": torch.randn(64, 8)}), torch.randn(64, 64)
+    lowered = fcg.graph_step(train_step).lower(state, x)
+    buffers = Buffers(state._lease.arena.slots, [x], [one.value for one in lowered.program.constants])
+    assert _most(lowered.reference, buffers) <= lowered.reference.fit(2**60)
+
+
 def test_a_view_of_a_large_input_is_no_copy_of_it() -> None:
     rows, classes = 512, 4096
     room = int(2.5 * rows * classes * 4)

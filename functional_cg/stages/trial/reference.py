@@ -150,6 +150,9 @@ class Reference:
         static = {var.storage for var in self._bound_vars()}
         sizes = {one: size for one, size in storage_bytes(self._instrs).items() if one not in static}
         beside = max(map(_copied, self._instrs), default=0)
+        beside += sum(
+            self.program.constants[one].var.spec.nbytes for one in self._written
+        )  # runs write copies
         peak = peak_bytes(self._instrs, (), sizes)
         if peak + beside <= room:
             return peak + beside

@@ -19,7 +19,21 @@ import torch
 
 from ...state.arena import BufferSpec
 from ..program import Instr, Var, highest_of, map_arguments, map_vars, written_storages
-from .row_rules import COPIES, DIM, FILLED, MEAN, PICKS, SUM, VIEWS, Rows, is_dense, name_of, rows_of, viewed
+from .row_rules import (
+    COPIES,
+    DIM,
+    FILLED,
+    MEAN,
+    PICKS,
+    SUM,
+    VIEWS,
+    Rows,
+    is_dense,
+    is_half,
+    name_of,
+    rows_of,
+    viewed,
+)
 
 __all__ = ["in_blocks"]
 
@@ -219,8 +233,10 @@ class _Divided:
         def made(var: Var) -> Var:
             if not rows.sums and var in self._parts:
                 return self._parts[var][block]
-            last = not rows.sums and block == self._blocks - 1
-            return var if last else self._fresh(var.spec)  # a number beside rows is the same for all
+            if rows.sums:
+                return self._fresh(_wide(var.spec))
+            # A number beside rows is the same for all.
+            return var if block == self._blocks - 1 else self._fresh(var.spec)
 
         (args, kwargs), out = map_arguments(new, instr), map_vars(made, instr.out)
         name = name_of(instr)
@@ -230,7 +246,8 @@ class _Divided:
             args = (*args[: FILLED[name]], self._rows_in_block(instr.out), *args[FILLED[name] + 1 :])
         elif name == "nll_loss_forward" and rows.sums:
             args = (*args[:3], SUM, args[4])
-        elif name == "mean" and rows.sums:
+        elif name in ("sum", "mean") and rows.sums:
+            kwargs = {**kwargs, "dtype": out.spec.dtype}
             return replace(instr, op=_aten.sum.default, args=args, kwargs=kwargs, out=out)
         return replace(instr, args=args, kwargs=kwargs, out=out)
 
@@ -260,12 +277,18 @@ class _Divided:
                 calls.append(Instr(_aten.add.Tensor, (before, value), {}, after, (), instr.site))
 
         if isinstance(instr.out, Var):
-            mean = name_of(instr) == "mean"
-            out = self._fresh(instr.out.spec) if mean else instr.out
+            spec = instr.out.spec
+            ends: list[tuple[Any, tuple[Any, ...], dict[str, Any], BufferSpec]] = []
+            if name_of(instr) == "mean":
+                ends.append((_aten.div.Tensor, (instr.inputs()[0].spec.numel,), {}, _wide(spec)))
+            if _wide(spec) != spec:
+                ends.append((_aten._to_copy.default, (), {"dtype": spec.dtype}, spec))
+            out = self._fresh(_wide(spec)) if ends else instr.out
             total(parts, out)
-            if mean:
-                count = instr.inputs()[0].spec.numel
-                calls.append(Instr(_aten.div.Tensor, (out, count), {}, instr.out, (), instr.site))
+            for number, (op, args, kwargs, made) in enumerate(ends, 1):
+                after = instr.out if number == len(ends) else self._fresh(made)
+                calls.append(Instr(op, (out, *args), kwargs, after, (), instr.site))
+                out = after
             return calls
         loss, weight = instr.out
         total([part[1] for part in parts], weight)
@@ -293,3 +316,8 @@ class _Divided:
 def _of_rows(instr: Instr) -> list[Var]:
     """Return the results of a call that runs in blocks, without the weight that a loss of each row returns, too."""
     return [var for var in instr.outputs() if var.spec.shape]
+
+
+def _wide(spec: BufferSpec) -> BufferSpec:
+    """Return the spec in which sums of blocks are added up: single precision for halves, which round or overflow."""
+    return replace(spec, dtype=torch.float32) if is_half(spec) else spec

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import torch
+
+from ...state.arena import BufferSpec
 from ...tensors.aten import named_arguments
 from ..program import Instr, Var
 
@@ -19,6 +22,7 @@ __all__ = [
     "VIEWS",
     "Rows",
     "is_dense",
+    "is_half",
     "name_of",
     "rows_of",
     "viewed",
@@ -60,7 +64,9 @@ class Rows:
 
 
 def name_of(instr: Instr) -> str:
-    return str(instr.op._schema.name).removeprefix("aten::")
+    """Return the name of an op without its overload, unless that is another op: a view of another dtype."""
+    name = str(instr.op._schema.name).removeprefix("aten::")
+    return f"{name}.dtype" if instr.op._overloadname == "dtype" else name
 
 
 def viewed(instr: Instr, var: Var) -> Var | None:
@@ -89,6 +95,10 @@ def rows_of(instr: Instr) -> Rows | None:
     elif instr.by_element or name in COPIES:
         rule = _of_elements
     return rule(instr) if rule is not None else None
+
+
+def is_half(spec: BufferSpec) -> bool:
+    return spec.dtype in (torch.float16, torch.bfloat16)
 
 
 def is_dense(var: Var) -> bool:
@@ -129,7 +139,7 @@ def _along_other_axes(instr: Instr) -> Rows | None:
     sliced = [*dict.fromkeys(instr.inputs())]
     dims = named["dim"] if isinstance(named["dim"], (list, tuple)) else [named["dim"]]
     axes = len(sliced[0].spec.shape)
-    if not isinstance(instr.out, Var) or any(dim % axes == 0 for dim in dims) or not instr.out.spec.shape:
+    if not isinstance(instr.out, Var) or not instr.out.spec.shape or any(dim % axes == 0 for dim in dims):
         return None
     return Rows(sliced)
 
@@ -150,9 +160,10 @@ def _of_sum(instr: Instr) -> Rows | None:
 
 def _of_loss(instr: Instr) -> Rows | None:
     rows, target, _, reduction, _ = instr.args
-    if len(rows.spec.shape) != 2:
-        return None
-    return Rows([rows, target], sums=reduction in (SUM, MEAN))
+    sums = reduction in (SUM, MEAN)
+    if len(rows.spec.shape) != 2 or (sums and is_half(rows.spec)):
+        return None  # a sum in half precision overflows before it is divided
+    return Rows([rows, target], sums=sums)
 
 
 def _of_loss_backward(instr: Instr) -> Rows | None:
