@@ -318,8 +318,8 @@ SILENT = (
         "what a call makes again is in memory twice, and counts once",
         (
             (
-                "- {var.storage for var in self._inputs[instr]}\n        for storage in new:\n",
-                "- self._there.keys()\n        for storage in ():\n",
+                "- {var.storage for var in self._inputs[instr]}\n        for storage in new:",
+                "- self._there.keys()\n        for storage in ():",
             ),
         ),
         (f"{REMAT}test_in_less_memory_each_call_reads_the_same",),
@@ -374,5 +374,17 @@ SILENT = (
         ((', "comprehensive_padding": False', ""),),
         ("tests/test_turned_values.py::test_no_row_is_padded",),
         no_gpu="read from what the compiler writes",
+    ),
+    Mutant(
+        "N208",
+        "values that share memory come back from the host apart, and a write to one no longer shows in the others",
+        (
+            (
+                "empty.set_(memory[place], offset, shape, stride)",
+                "empty.set_(memory[place], offset, shape, stride).clone()",
+            ),
+        ),
+        ("tests/test_trial.py::test_views_of_one_storage_come_back_as_such[cpu]",),
+        no_gpu="the trial alone would see it",
     ),
 )
