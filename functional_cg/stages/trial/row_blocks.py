@@ -231,11 +231,11 @@ class _Divided:
             return names.get(var, var)
 
         def made(var: Var) -> Var:
-            if not rows.sums and var in self._parts:
-                return self._parts[var][block]
             if rows.sums:
                 return self._fresh(_wide(var.spec))
-            # A number beside rows is the same for all.
+            if var in self._parts:
+                return self._parts[var][block]
+            # A number beside rows is the same for each block.
             return var if block == self._blocks - 1 else self._fresh(var.spec)
 
         (args, kwargs), out = map_arguments(new, instr), map_vars(made, instr.out)
