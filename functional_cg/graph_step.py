@@ -243,9 +243,9 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
         ``aten``, 0.97 ms per call without, 0.98 ms with poison, and 32 ms for a verified call.
       verify_calls: Number of calls to verify.
       certify: Whether to compare a compiled step with its traced calls, run one by one, on the real values of
-        the first call and before it changes the state: ``"auto"`` if the step's own memory is enough for that, ``True``
-        even if it takes more, ``False`` never. ``explain()`` tells whether it was done. It takes a few runs
-        of the traced calls.
+        the first call and before it changes the state: ``"auto"`` if the step's own memory is enough for that
+        (what does not fit is computed again, or waits on the host), ``True`` even if it takes more, ``False`` never.
+        ``explain()`` tells whether it was done. It takes a few runs of the traced calls.
       activation_memory_budget: What a compiled step on a GPU keeps of the forward for its backward: 0 the least
         that recomputing elementwise calls and normalizations allows, 1 what moves the fewest bytes, or the least
         traffic within a fraction of the way between; None for what pays in most models. To keep less than 0

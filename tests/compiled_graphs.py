@@ -24,6 +24,8 @@ from tests.shares import THOROUGH, diagonal
 
 # Warnings are printed and not raised on a GPU: what libraries warn of depends on the machine.
 ON_A_GPU = pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.filterwarnings("default")])
+# Options with which torch's compiler pads rows of any length, on a host, too.
+PADDED = {"disable_padding_cpu": False, "padding_stride_threshold": 8}
 # On a host a compiled function writes no slot; on a GPU it writes them all, which a host can do, too. The fixture
 # `compiled_on` gives the device.
 COMPILED = ("cpu", "cpu as a GPU", ON_A_GPU)

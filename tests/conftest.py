@@ -189,10 +189,10 @@ def compiled_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """
     from torch._inductor import config
 
+    from tests.compiled_graphs import PADDED, lower_as_on_a_gpu
+
     place: str = request.param
     if place == "cpu as a GPU":
-        from tests.compiled_graphs import lower_as_on_a_gpu
-
         monkeypatch.setattr("functional_cg.step.captures.lower", lower_as_on_a_gpu)
-    with config.patch({"disable_padding_cpu": False, "padding_stride_threshold": 8}):
+    with config.patch(PADDED):
         yield place.partition(" ")[0]

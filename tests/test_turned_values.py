@@ -16,7 +16,7 @@ from torch._inductor import config
 import functional_cg as fcg
 from functional_cg.stages.lower.inductor import compile_graph, opened
 from functional_cg.testing import assert_trees_all_close
-from tests.compiled_graphs import compiled_once, graph_of
+from tests.compiled_graphs import PADDED, compiled_once, graph_of
 from tests.exact_programs import EXACT, drawn
 from tests.shares import CALLS, share
 
@@ -126,7 +126,7 @@ def test_no_row_is_padded() -> None:
         return w - gradient, loss
 
     module, arguments = graph_of(train_step, fcg.place(torch.ones(9, 9)), torch.ones(7, 9), prepared=True)
-    with config.patch({"disable_padding_cpu": False, "padding_stride_threshold": 8}):
+    with config.patch(PADDED):
         written = opened(compile_graph(module, arguments, on_host=True, small=False, in_order=False))
     assert written is not None
     made = re.findall(r"empty_strided_cpu\(\(([\d, ]+)\), \(([\d, ]+)\)", written[0])

@@ -153,11 +153,8 @@ def _is_ours(function: Any) -> bool:
     """Whether a function is torch's or this library's, whose version or sources are part of the key, or an operator."""
     while isinstance(function, partial):
         function = function.func
-    return function.__module__.partition(".")[0] in (
-        "torch",
-        __name__.partition(".")[0],
-        operator.mul.__module__,
-    )
+    owner = function.__module__.partition(".")[0]
+    return owner in ("torch", __name__.partition(".")[0], operator.mul.__module__)
 
 
 def _formulas() -> Iterator[Any]:

@@ -27,7 +27,7 @@ class HostMemory:
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
         self._kept: dict[int, tuple[list[tuple[Tensor, torch.device]], list[_Layout]]] = {}
-        self._pinned: list[Any] = []  # addresses
+        self._pinned: list[tuple[Any, torch.device]] = []  # addresses, and whose copies use them
 
     def put(self, values: Sequence[tuple[Var, Tensor]]) -> None:
         """Copy the storages of values to the host.
@@ -56,7 +56,7 @@ class HostMemory:
         for block, device in blocks:
             mine = torch.empty(len(block), dtype=torch.uint8, device=device)
             memory.append(mine.copy_(block, non_blocking=True).untyped_storage())
-            self._free.setdefault(len(block), []).append(block)
+        self._release(blocks)
         for var, place, dtype, shape, stride, offset in layouts:
             empty = torch.empty(0, dtype=dtype, device=blocks[place][1])
             yield var, empty.set_(memory[place], offset, shape, stride)
@@ -64,18 +64,21 @@ class HostMemory:
     def end_run(self) -> None:
         """Forget what a run has set aside and not read again."""
         for blocks, _ in self._kept.values():
-            for block, _ in blocks:
-                self._free.setdefault(len(block), []).append(block)
+            self._release(blocks)
         self._kept.clear()
 
     def free(self) -> None:
         """Give all memory back, once the device has done with it."""
         self._free.clear()
         self._kept.clear()
-        if self._pinned:
-            torch.cuda.synchronize()
         while self._pinned:
-            done(driver(), driver().cuMemFreeHost(self._pinned.pop()))
+            address, device = self._pinned.pop()
+            torch.cuda.synchronize(device)
+            done(driver(), driver().cuMemFreeHost(address))
+
+    def _release(self, blocks: Iterable[tuple[Tensor, torch.device]]) -> None:
+        for block, _ in blocks:
+            self._free.setdefault(len(block), []).append(block)
 
     def _block(self, nbytes: int, device: torch.device) -> Tensor:
         known = self._free.get(nbytes)
@@ -84,7 +87,7 @@ class HostMemory:
         if device.type == "cuda" and nbytes and importable("cuda.bindings"):
             error, address = driver().cuMemAllocHost(nbytes)
             if error == driver().CUresult.CUDA_SUCCESS:
-                self._pinned.append(address)
+                self._pinned.append((address, device))
                 return torch.frombuffer(
                     (ctypes.c_uint8 * nbytes).from_address(int(address)), dtype=torch.uint8
                 )

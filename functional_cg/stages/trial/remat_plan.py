@@ -272,9 +272,9 @@ class _Plan:
                 return storage, False
             far = float(_FAR * size) if self._is_movable(storage, left) else math.inf
             near = math.inf if storage in self._stays else self._cost(storage)
-            moved = far < near
-            worth = moved or storage in self._forward, size * (use - self._now) / min(far, near)
-            if worth > found and min(far, near) < math.inf:
+            cost, moved = min((near, False), (far, True))
+            worth = moved or storage in self._forward, size * (use - self._now) / cost
+            if worth > found and cost < math.inf:
                 best, found = (storage, moved), worth
         if best is None:
             raise _NoRoomError

@@ -189,8 +189,7 @@ class _Divided:
         if any(var.storage in self._written for var in values):
             return None  # parts of it would not be written
         rule = rows_of(instr)
-        alone = name_of(instr) in FILLED
-        if rule is None or not (rule.sliced or alone) or not (rule.sums or all(map(is_dense, outputs))):
+        if rule is None or not (rule.sums or all(map(is_dense, outputs))):
             return None
         rows = {var.spec.shape[0] for var in rule.sliced}
         rows |= set() if rule.sums else {var.spec.shape[0] for var in outputs if var.spec.shape}
@@ -241,9 +240,9 @@ class _Divided:
         (args, kwargs), out = map_arguments(new, instr), map_vars(made, instr.out)
         name = name_of(instr)
         if name in VIEWS:
-            args = (args[0], self._rows_in_block(instr.out))
+            args = (args[0], [*out.spec.shape])
         elif name in FILLED:
-            args = (*args[: FILLED[name]], self._rows_in_block(instr.out), *args[FILLED[name] + 1 :])
+            args = (*args[: FILLED[name]], [*out.spec.shape], *args[FILLED[name] + 1 :])
         elif name == "nll_loss_forward" and rows.sums:
             args = (*args[:3], SUM, args[4])
         elif name in ("sum", "mean") and rows.sums:
@@ -251,13 +250,13 @@ class _Divided:
             return replace(instr, op=_aten.sum.default, args=args, kwargs=kwargs, out=out)
         return replace(instr, args=args, kwargs=kwargs, out=out)
 
-    def _rows_in_block(self, var: Var) -> list[int]:
+    def _spec_of_block(self, var: Var) -> BufferSpec:
         rows, *others = var.spec.shape
-        return [rows // self._blocks, *others]
+        return replace(var.spec, shape=(rows // self._blocks, *others))
 
     def _slice(self, var: Var, block: int) -> Var:
-        rows = var.spec.shape[0] // self._blocks
-        spec = replace(var.spec, shape=(rows, *var.spec.shape[1:]))
+        spec = self._spec_of_block(var)
+        rows = spec.shape[0]
         offset = var.offset + block * rows * var.spec.stride[0]
         self._index += 1
         part = replace(var, index=self._index, spec=spec, offset=offset, fills=False)
@@ -277,19 +276,16 @@ class _Divided:
                 calls.append(Instr(_aten.add.Tensor, (before, value), {}, after, (), instr.site))
 
         if isinstance(instr.out, Var):
-            spec = instr.out.spec
-            ends: list[tuple[Any, tuple[Any, ...], dict[str, Any], BufferSpec]] = []
+            made, ends, dtype = instr.out, list[Instr](), instr.out.spec.dtype
+            if is_half(made.spec):
+                out, made = made, self._fresh(_wide(made.spec))
+                ends.append(Instr(_aten._to_copy.default, (made,), {"dtype": dtype}, out, (), instr.site))
             if name_of(instr) == "mean":
-                ends.append((_aten.div.Tensor, (instr.inputs()[0].spec.numel,), {}, _wide(spec)))
-            if _wide(spec) != spec:
-                ends.append((_aten._to_copy.default, (), {"dtype": spec.dtype}, spec))
-            out = self._fresh(_wide(spec)) if ends else instr.out
-            total(parts, out)
-            for number, (op, args, kwargs, made) in enumerate(ends, 1):
-                after = instr.out if number == len(ends) else self._fresh(made)
-                calls.append(Instr(op, (out, *args), kwargs, after, (), instr.site))
-                out = after
-            return calls
+                out, made = made, self._fresh(made.spec)
+                count = instr.inputs()[0].spec.numel
+                ends.append(Instr(_aten.div.Tensor, (made, count), {}, out, (), instr.site))
+            total(parts, made)
+            return [*calls, *reversed(ends)]
         loss, weight = instr.out
         total([part[1] for part in parts], weight)
         mean = instr.args[3] == MEAN
@@ -301,7 +297,7 @@ class _Divided:
 
     def _some_rows(self, var: Var, instr: Instr, block: int) -> Var:
         """Return a variable for one block of a result; a view shares the memory of what it is a view of."""
-        part = self._fresh(replace(var.spec, shape=(var.spec.shape[0] // self._blocks, *var.spec.shape[1:])))
+        part = self._fresh(self._spec_of_block(var))
         source = viewed(instr, var)
         if source is None:
             return part

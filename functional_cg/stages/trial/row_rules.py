@@ -131,7 +131,7 @@ def _of_elements(instr: Instr) -> Rows | None:
             sliced.append(var)
         elif len(var.spec.shape) == len(shape) and var.spec.shape[0] != 1:
             return None
-    return Rows(sliced)
+    return Rows(sliced) if sliced else None
 
 
 def _along_other_axes(instr: Instr) -> Rows | None:
