@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -563,6 +564,7 @@ def test_locator_tells_lines_of_one_function_apart():
             True,
         ),
         (os.path.join(os.path.dirname(os.__file__), "site-packages", "mine", "model.py"), True),
+        (os.path.join(sysconfig.get_paths()["purelib"], "mine", "model.py"), True),
         ("<frozen importlib._bootstrap>", False),
         ("<eval_with_key>.3", False),
         ("<stdin>", True),

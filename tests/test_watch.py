@@ -12,6 +12,7 @@ import os
 import pickle
 import re
 import sys
+import sysconfig
 import timeit
 import types
 from collections import defaultdict
@@ -624,6 +625,7 @@ def test_private_copy_of_a_library_is_followed_but_its_modes_are_not_watched():
             return x * LR
 
     apply, _, _ = fcg.from_module(torch.nn.Sequential(Scaled()))
+    apply({}, {}, torch.ones(2))  # as a trace does before it watches: torch imports what it needs
     assert watch(lambda x: apply({}, {}, x)).names() == ("LR",)
 
 
@@ -1008,6 +1010,59 @@ def test_large_container_is_compared_in_all_that_is_read():
     assert not one.unchanged()
 
 
+def test_function_of_an_installed_package_is_followed():
+    """Also in a virtual environment, whose folder Python calls the standard library's."""
+    folder = sysconfig.get_paths()["purelib"]
+    package: dict[str, Any] = {"__file__": f"{folder}/package.py", "SETTINGS": {"rate": 0.1}}
+    exec(compile("def scaled(x): return x * SETTINGS['rate']", f"{folder}/package.py", "exec"), package)
+    scaled = package["scaled"]
+    seen = watch(lambda x: scaled(x))
+    assert seen.unchanged()
+    package["SETTINGS"]["rate"] = 0.2
+    assert not seen.unchanged()
+
+
+def test_what_a_class_says_of_itself_only_at_times():
+    class Plain:
+        pass
+
+    seen = watch(lambda x: getattr(Plain, "__abstractmethods__", ()))
+    assert seen.unchanged()
+    Plain.__abstractmethods__ = frozenset({"forward"})
+    assert not seen.unchanged()
+
+
+class CopiedByHand:
+    """Copies itself as a global says."""
+
+    def __init__(self, factor=1.0):
+        self.factor = factor
+
+    def __deepcopy__(self, memo):
+        return CopiedByHand(RATES["copy"])
+
+
+RATES = {"copy": 2.0}
+
+
+class Scaling(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.parts = CopiedByHand(), [torch.nn.Identity() for _ in "123"]
+
+    def forward(self, x):
+        return x * self.scale.factor
+
+
+def test_what_a_copy_of_the_users_object_reads_is_watched(monkeypatch):
+    apply, params, buffers = fcg.from_module(Scaling())
+    step = fcg.graph_fn(lambda x: apply(params, buffers, x)[0])
+    assert step(torch.ones(2)).tolist() == [2.0, 2.0]
+    monkeypatch.setitem(RATES, "copy", 3.0)
+    with pytest.raises(BakedValueError, match="RATES"):
+        step(torch.ones(2))
+
+
 def test_registry_of_an_installed_package_may_grow():
     package: dict[str, Any] = {
         "__file__": "/env/site-packages/package.py",
@@ -1016,6 +1071,7 @@ def test_registry_of_an_installed_package_may_grow():
     }
     exec(compile("def find(k): return REGISTRY.get(str(k)), RATE", "/env/package.py", "exec"), package)
     find = package["find"]
+    find(torch.ones(2))  # as a trace does before it watches: to print a tensor, torch imports
     seen = watch(lambda x: find(x))
     package["REGISTRY"]["b"] = 0.2
     assert seen.unchanged()

@@ -7,7 +7,7 @@ import gc
 from collections.abc import Iterator
 from types import CodeType, FunctionType
 
-__all__ = ["functions_of", "no_garbage_collection"]
+__all__ = ["collections", "functions_of", "no_garbage_collection"]
 
 # From Python 3.12 on, the collector sets immortal objects aside by itself, some hundreds. A program that has frozen
 # what it has loaded has hundreds of thousands there; to freeze again what it never froze would be a leak.
@@ -24,6 +24,11 @@ def no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def collections() -> int:
+    """Return how often garbage was collected in this process."""
+    return sum(one["collections"] for one in gc.get_stats())
 
 
 def functions_of(code: CodeType) -> list[FunctionType]:

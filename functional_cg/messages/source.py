@@ -25,6 +25,7 @@ __all__ = [
     "here",
     "is_generated",
     "is_installed",
+    "is_standard",
     "is_user_file",
     "own_frame",
     "place_of",
@@ -51,7 +52,7 @@ _GENERATED = ("<frozen ", "<eval_with_key>", "<functional_cg", "<__array_functio
 _NO_FUNCTIONS = frozenset({"<locals>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
 _LIBRARIES = (_HERE, *itertools.chain(*map(_folder, ("torch", "einops", "numpy"))), *_GENERATED)
 _STANDARD = tuple(_standard_library())
-# Without a virtual environment, Python installs packages inside the standard library's folder.
+# Python installs packages inside a folder that it calls the standard library's, with a virtual environment and without.
 _INSTALLED = tuple(path + name for path in _STANDARD for name in ("site-packages", "dist-packages"))
 
 
@@ -59,7 +60,12 @@ def is_user_file(filename: str) -> bool:
     """Whether code from `filename` is the user's rather than a library's."""
     if filename.startswith(_LIBRARIES):
         return filename.startswith(_PROGRAMS)
-    return not filename.startswith(_STANDARD) or filename.startswith(_INSTALLED)
+    return not is_standard(filename)
+
+
+def is_standard(filename: str) -> bool:
+    """Whether a file belongs to the standard library."""
+    return filename.startswith(_STANDARD) and not filename.startswith(_INSTALLED)
 
 
 def is_installed(filename: str) -> bool:

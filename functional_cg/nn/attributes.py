@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ambient import rehearsal
 from ..errors import ForeignTensorError, ReadOnlyError, SideEffectError
 from ..pytree.nodes import same_static
 from ..state.arena import BufferSpec
@@ -83,6 +84,11 @@ def held(module: nn.Module, unset: Iterable[str] = ()) -> Held:
       module: The module.
       unset: Paths of buffers that are None, or were: what stands there counts as an attribute.
     """
+    found: Held = rehearsal.aside(_held, module, unset)
+    return found
+
+
+def _held(module: nn.Module, unset: Iterable[str]) -> Held:
     found: Held = {path: _content(buffer_at(module, path)) for path in unset}
     for path, value in walked(module):
         content = _content(value)
@@ -196,7 +202,7 @@ def _reduced(value: Any) -> list[tuple[str, Any]]:
 @contextlib.contextmanager
 def copying() -> Iterator[None]:
     """Copy iterators without a warning: Python 3.12 and 3.13 say that 3.14 will not."""
-    with warnings.catch_warnings():
+    with rehearsal.copying(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Pickle, copy, and deepcopy support", DeprecationWarning)
         yield
 

@@ -37,6 +37,7 @@ from ..keys import inputs_behind, is_drawn
 from ..kinds import not_strided, refuse_layouts, refuse_mixed_dtypes
 from ..program import Constant, Instr, Program, Report, Var
 from ..variables import History, Reference, Variables
+from ..watch.frames import Follower
 from .host import taken_as_valid
 from .known import BY_NUMBER, Supposed, as_filling, aside_from_modes, by_places, filled, result_of, value_of
 from .recipe import Recipe
@@ -55,13 +56,13 @@ class Recorder(TorchDispatchMode):
     """Records ATen calls as instructions; in a second run, also compares them with those of the first."""
 
     def __init__(
-        self, recipe: Recipe, mode: FakeMode, first: Program | None, checkpoint: _Act, aside: _Act | None
+        self, recipe: Recipe, mode: FakeMode, first: Program | None, checkpoint: _Act, follower: Follower
     ) -> None:
         super().__init__()
         self.program = Program(recipe.name, [], [], [])
         self._input_names = recipe.input_names
         self._mode, self._first, self._checkpoint = mode, first, checkpoint
-        self._aside = aside or (lambda act, *args: act(*args))
+        self.aside, self.copying = follower.aside, follower.copying
         self._known = Variables(mode)
         self._blocks = Blocks(self.program, self._known)
         self.history = History(self.program, self._known.of)
@@ -110,14 +111,8 @@ class Recorder(TorchDispatchMode):
     def release(self) -> list[Reference]:
         """Drop all tensors of the trace; any that stay alive are held by user code."""
         references, met = self._known.release(), self.met
-        for one in (
-            self._blocks.known,
-            met.buffers,
-            met.applied,
-            met.fixed,
-            self.work.replaced,
-            self.rules.places,
-        ):
+        kept = self._blocks.known, met.buffers, met.applied, met.fixed, self.work.replaced, self.rules.places
+        for one in kept:
             one.clear()
         return references
 
@@ -172,7 +167,7 @@ class Recorder(TorchDispatchMode):
         self._checkpoint()
         start = len(self.program.instrs)
         with torch._C.DisableTorchFunction():
-            found = self._aside(self._blocks.again, name, given, number)
+            found = self.aside(self._blocks.again, name, given, number)
         if found is None:
             return self._blocks.recorded(name, act, given)
         self._compare(start)
@@ -194,7 +189,7 @@ class Recorder(TorchDispatchMode):
         if Sharded in types or Reader in types:
             return NotImplemented  # its ops on local shards are dispatched here again
         try:
-            return self._aside(self._dispatch, func, args, kwargs or {})
+            return self.aside(self._dispatch, func, args, kwargs or {})
         except FunctionalCGError as error:
             self.rules.remember(error)
             raise

@@ -16,6 +16,7 @@ from ... import tree as pytree
 from ...ambient.own_work import watching
 from ...ambient.rehearsal import tracing
 from ...ambient.setting import canonical
+from ...concurrency.garbage import no_garbage_collection
 from ...errors import FunctionalCGError, LayoutError
 from ...nn.originals import meeting
 from ...pytree.treedef import order_diff
@@ -48,8 +49,8 @@ def _run(
     reads: HostReads | None = None,
 ) -> Recorder:
     mode = FakeMode()
-    follower = None if reads is None else Follower(reads)
-    recorder = Recorder(recipe, mode, first, checkpoint, None if follower is None else follower.aside)
+    follower = Follower(HostReads() if reads is None else reads)
+    recorder = Recorder(recipe, mode, first, checkpoint, follower)
     runs.append(recorder)
     program = recorder.program
     trees: list[Any] = []
@@ -71,7 +72,7 @@ def _run(
     declared = [constant for _, constant in recipe.constants]
     for name, constant in recipe.constants:
         recorder.declare(name, constant)
-    follow = nullcontext() if follower is None else follower.following()
+    follow = nullcontext() if reads is None else follower.following()
     guard = HostGuard(recorder.rules, recorder.value_of, recorder.history.writes_to)
     with meeting(recorder.met), watching(recorder.work), canonical(recorder.mesh, declared), without_log():
         with mode, recorder, guard, follow, tracing(recorder):
@@ -108,13 +109,14 @@ def _watched(
 ) -> tuple[Recorder, HostReads, HostWatch]:
     """Trace a second time; return the recorder, and what the function read on the host."""
     tables = [table.tensor for table in first.tables]
-    reads = HostReads([*(constant for _, constant in recipe.constants), *tables])
-    for name, value in (("self", recipe.function), *recipe.objects):
-        reads.handed(value, name)
-    run = _run(recipe, first.program, checkpoint, runs, reads)
-    disown(run.program, run.release(), run.variables)
+    with no_garbage_collection():  # what it makes is then found without a look at all there is
+        reads = HostReads([*(constant for _, constant in recipe.constants), *tables])
+        for name, value in (("self", recipe.function), *recipe.objects):
+            reads.handed(value, name)
+        run = _run(recipe, first.program, checkpoint, runs, reads)
+        disown(run.program, run.release(), run.variables)
+        entries, autocast = reads.finish(), reads.says_autocast
     halves = any(var.spec.dtype in (torch.float16, torch.bfloat16) for var in run.variables)
-    entries, autocast = reads.finish(), reads.says_autocast
     return run, reads, HostWatch(entries, autocast_dtypes=autocast, half_precision=halves)
 
 

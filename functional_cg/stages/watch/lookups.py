@@ -248,9 +248,10 @@ class Lookups(Reads):
         if found is missing:
             kind: Any = type(owner)
             meta = in_classes(kind.__mro__, name)
-            if type(meta) is types.GetSetDescriptorType and self.is_of_user(owner):
-                self._said_of_class(owner, name, getattr(owner, name))
-            elif meta is not missing:
+            computed = type(meta) is types.GetSetDescriptorType and self.is_of_user(owner)
+            if computed and (said := getattr(owner, name, missing)) is not missing:
+                self._said_of_class(owner, name, said)
+            elif meta is not missing and not computed:
                 self.of_class(kind, name, meta)
             else:
                 self.of_class(owner, name, missing)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ...concurrency.garbage import collections
 from ...messages.source import Location, is_user_file
 from .kinds import (
     BUILTINS,
@@ -71,6 +72,7 @@ class Reads:
         self._classes: dict[type, bool] = {}
         self._registries: dict[int, object] = {}
         self.root(os.environ, "os.environ")
+        self._collections = collections()
 
     def root(self, value: object, name: str, *, outlives: bool = True) -> Place:
         """Return an object's place; a new one is a root, which stays the same object."""
@@ -372,7 +374,8 @@ class Reads:
         # Cycles, such as a local function that calls itself, may contain places or lead to them.
         if places:
             places, entries = without_unheld(places, entries, vars(self), outside)
-        if places and gc.collect():
+        # All that the step made is young, unless it was collected on the way.
+        if places and gc.collect(0 if collections() == self._collections else 2):
             places, entries = without_gone(places, entries)
         for place in places:
             place.outlives = True
