@@ -387,4 +387,28 @@ SILENT = (
         ("tests/test_trial.py::test_views_of_one_storage_come_back_as_such[cpu]",),
         no_gpu="the trial alone would see it",
     ),
+    Mutant(
+        "N209",
+        "functions of packages that are installed in the environment are not followed",
+        (
+            (
+                "if filename.startswith(_OF_OBJECTS) or is_standard(filename):",
+                'if filename.startswith((*_OF_OBJECTS, sysconfig.get_paths()["platstdlib"])):',
+            ),
+        ),
+        ("tests/test_watch.py::test_function_of_an_installed_package_is_followed",),
+        no_gpu="Python alone is followed",
+    ),
+    Mutant(
+        "N210",
+        "the user's own code is not followed while the library copies a module",
+        (
+            (
+                "if own is None or (not own and (self.copies or not self._is_method_of_known(frame))):",
+                "if own is None or self.copies or (not own and not self._is_method_of_known(frame)):",
+            ),
+        ),
+        ("tests/test_watch.py::test_what_a_copy_of_the_users_object_reads_is_watched",),
+        no_gpu="Python alone is followed",
+    ),
 )
