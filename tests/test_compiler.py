@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 from unittest import mock
 
@@ -135,10 +136,14 @@ def test_what_was_checked_before_it_was_written_is_checked_anew(*, ahead: bool) 
     ("device", "lowering", "starts"),
     [("cuda", "auto", True), ("cuda", "inductor", True), ("cuda", "aten", False), ("cpu", "inductor", False)],
 )
-def test_processes_that_compile_kernels_start_before_a_trace(
-    device: str, lowering: Any, starts: bool
-) -> None:
-    """Only for a GPU: what a host compiles does not wait for them."""
-    with mock.patch("torch._inductor.async_compile.maybe_warm_pool") as started:
+def test_what_a_compilation_waits_for_starts_before_a_trace(device: str, lowering: Any, starts: bool) -> None:
+    """Processes that compile, and hashes of the compilers; only for a GPU: what a host compiles does not wait."""
+    with (
+        mock.patch("torch._inductor.async_compile.maybe_warm_pool") as started,
+        mock.patch("torch._inductor.codecache.torch_key") as hashed,
+    ):
         announce(torch.device(device), Options(lowering=lowering))
-    assert started.called == starts
+        for thread in threading.enumerate():
+            if thread.name == "hash of compilers":
+                thread.join(60.0)
+    assert started.called == hashed.called == starts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -70,14 +71,26 @@ _CLOSURES = 200  # that `opened` looks behind, at most
 
 
 def start_workers() -> None:
-    """Start the processes that compile kernels for a GPU, and return at once: they take seconds to import torch.
+    """Start what a compilation for a GPU waits for, and return at once.
 
-    `torch.compile` does so in front of its own trace; until they are there, kernel after kernel is compiled in this
-    process.
+    The processes that compile kernels take seconds to import torch, until which this process compiles one after the
+    other; `torch.compile` starts them in front of its own trace, too. And the key of a compiled graph in torch's cache
+    holds hashes of the compilers, of which Triton alone has hundreds of megabytes.
     """
     from torch._inductor.async_compile import maybe_warm_pool
 
     maybe_warm_pool()
+    threading.Thread(target=_hash_compilers, name="hash of compilers", daemon=True).start()
+
+
+def _hash_compilers() -> None:
+    """Hash the compilers' files; torch and Triton remember the result."""
+    from torch._inductor.codecache import torch_key
+    from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
+
+    torch_key()
+    if HAS_TRITON:
+        triton_key()
 
 
 def compile_graph(
