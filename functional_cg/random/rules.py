@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tensors.aten import named_arguments
+from ..tensors.aten import full_name, named_arguments
 from . import distributions, samplers
 from .arguments import check_floating
 from .masking import masked_scale
@@ -23,12 +23,12 @@ Arguments = Mapping[str, Any]
 def is_drawn(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a key can replace the draw: the op is known, and the call passes no generator and no ``out``."""
     named = named_arguments(func, args, kwargs)
-    return func._schema.name in _RULES and named.get("generator") is None and "out" not in named
+    return full_name(func) in _RULES and named.get("generator") is None and "out" not in named
 
 
 def draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: Tensor, stream: int) -> Any:
     """Run the call with numbers from ``key`` and ``stream``, filling its argument in place if torch's op does."""
-    name, named = func._schema.name, named_arguments(func, args, kwargs)
+    name, named = full_name(func), named_arguments(func, args, kwargs)
     values = _RULES[name](key, stream, named)
     if name.endswith("_"):
         return named["self"].copy_(values)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import LayoutError
 from ..messages.source import at_here
 from ..state.arena import BufferSpec
+from ..tensors.aten import full_name
 
 __all__ = ["MIXED_DTYPES", "not_strided", "refuse_layouts", "refuse_mixed_dtypes"]
 
@@ -74,6 +75,6 @@ def refuse_mixed_dtypes(func: Any, tensors: Sequence[Tensor]) -> None:
     Raises:
       RuntimeError: Naming the dtypes.
     """
-    if func._schema.name in _PRODUCTS and len({tensor.dtype for tensor in tensors}) > 1:
+    if full_name(func) in _PRODUCTS and len({tensor.dtype for tensor in tensors}) > 1:
         found = ", ".join(str(BufferSpec.of(tensor)) for tensor in tensors)
         raise RuntimeError(f"{MIXED_DTYPES}, got {found}")

@@ -17,7 +17,7 @@ from ..messages.origins import Origin
 from ..messages.source import Location
 from ..shards.transfers import TRANSFERS
 from ..state.arena import BufferSpec
-from ..tensors.aten import returns_view
+from ..tensors.aten import full_name, returns_view, tags_of
 from ..tree import KeyPath, Treedef, path_string
 
 __all__ = [
@@ -99,12 +99,12 @@ class Instr:
     @property
     def name(self) -> str:
         """The op's name without namespace and overload."""
-        return str(self.op._schema.name).partition("::")[2]
+        return full_name(self.op).partition("::")[2]
 
     @property
     def by_element(self) -> bool:
         """Whether the call is elementwise."""
-        return torch.Tag.pointwise in self.op.tags
+        return torch.Tag.pointwise in tags_of(self.op)
 
     @property
     def checks(self) -> bool:

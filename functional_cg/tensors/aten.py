@@ -2,13 +2,15 @@
 
 Schemas tell most of it. The tables below list what they hide: batch norm writes its running statistics
 without declaring it; attention and RNN ops have the tag ``nondeterministic_seeded`` even where they draw
-nothing; integer indexing has ``dynamic_output_shape``, too.
+nothing; integer indexing has ``dynamic_output_shape``, too. What an op's schema says is kept: torch makes new objects
+for each question.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +26,7 @@ __all__ = [
     "argument",
     "can_draw",
     "copies",
+    "full_name",
     "is_batched",
     "is_in_place",
     "named_arguments",
@@ -31,6 +34,7 @@ __all__ = [
     "one_unwrapped",
     "returns_view",
     "sync_reason",
+    "tags_of",
     "takes_layout",
     "tensors_in",
     "unwrapped",
@@ -113,14 +117,51 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def named_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by schema name, defaults included."""
     named = {}
-    for position, parameter in enumerate(func._schema.arguments):
+    for position, parameter in enumerate(_parameters(func)):
         if position < len(args) and not parameter.kwarg_only:
             named[parameter.name] = args[position]
         elif parameter.name in kwargs:
             named[parameter.name] = kwargs[parameter.name]
-        elif parameter.has_default_value():
-            named[parameter.name] = parameter.default_value
+        elif parameter.has_default:
+            named[parameter.name] = parameter.default
     return named
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    name: str
+    kwarg_only: bool
+    has_default: bool
+    default: Any
+    is_written: bool
+    is_generator: bool
+
+
+@cache
+def _parameters(func: Any) -> tuple[_Parameter, ...]:
+    return tuple(
+        _Parameter(
+            one.name,
+            one.kwarg_only,
+            one.has_default_value(),
+            one.default_value,
+            one.alias_info is not None and one.alias_info.is_write,
+            str(one.type) in {"Optional[Generator]", "Generator"},
+        )
+        for one in func._schema.arguments
+    )
+
+
+@cache
+def full_name(func: Any) -> str:
+    """Return the name of an op with its namespace and without its overload."""
+    return str(func._schema.name)
+
+
+@cache
+def tags_of(func: Any) -> frozenset[Any]:
+    """Return the tags of an op."""
+    return frozenset(func.tags)
 
 
 def argument(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -130,16 +171,14 @@ def argument(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors among the arguments that the op writes."""
-    hidden = _HIDDEN_WRITES.get(func._schema.name)
+    hidden = _HIDDEN_WRITES.get(full_name(func))
     if hidden is not None:
         names, flag = hidden
         named = named_arguments(func, args, kwargs)
         return list(tensors_in([named.get(name) for name in names])) if not flag or named.get(flag) else []
-    if not func._schema.is_mutable:
-        return []
     written: list[Tensor] = []
-    for position, parameter in enumerate(func._schema.arguments):
-        if parameter.alias_info is not None and parameter.alias_info.is_write:
+    for position, parameter in enumerate(_parameters(func)):
+        if parameter.is_written:
             value = args[position] if position < len(args) else kwargs.get(parameter.name)
             written.extend(tensors_in(value))
     return written
@@ -155,6 +194,7 @@ def is_in_place(name: str) -> bool:
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
 
 
+@cache
 def returns_view(func: Any) -> bool:
     """Whether the result shares memory with an argument that the op does not write."""
     returns = func._schema.returns
@@ -163,19 +203,17 @@ def returns_view(func: Any) -> bool:
 
 def takes_layout(func: Any) -> bool:
     """Whether the op reads no values of its arguments: only shape, dtype and device."""
-    return func._schema.name in _LIKE
+    return full_name(func) in _LIKE
 
 
 def can_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the call draws from a generator; attention and RNNs without dropout do not."""
     named: dict[str, Any] | None = None
-    if any(
-        str(parameter.type) in {"Optional[Generator]", "Generator"} for parameter in func._schema.arguments
-    ):
+    if any(parameter.is_generator for parameter in _parameters(func)):
         named = named_arguments(func, args, kwargs)
         if named.get("generator") is not None:
             return True
-    if torch.Tag.nondeterministic_seeded not in func.tags:
+    if torch.Tag.nondeterministic_seeded not in tags_of(func):
         return False
     named = named or named_arguments(func, args, kwargs)
     if named.get("train") is False or named.get("training") is False or named.get("is_training") is False:
@@ -186,7 +224,7 @@ def can_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 def sync_reason(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return why the call needs the host, or an empty string."""
-    name = func._schema.name
+    name, tags = full_name(func), tags_of(func)
     if name in _NEEDS_VALUE:
         return "asks for the value of a tensor on the host"
     if name == "aten::repeat_interleave" and argument(func, "output_size", args, kwargs) is not None:
@@ -205,9 +243,9 @@ def sync_reason(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> st
         indices = named_arguments(func, args, kwargs).get("indices") or ()
         masks = [i for i in tensors_in(list(indices)) if i.dtype in (torch.bool, torch.uint8)]
         return "has a result whose shape depends on the values of a mask" if masks else ""
-    if torch.Tag.dynamic_output_shape in func.tags:
+    if torch.Tag.dynamic_output_shape in tags:
         return "has a result whose shape depends on the values of a tensor"
-    if torch.Tag.data_dependent_output in func.tags:
+    if torch.Tag.data_dependent_output in tags:
         return "asks for the value of a tensor on the host"
     return ""
 

@@ -1107,7 +1107,7 @@ HAZARDS = (
     _row(214, 1, "N207", "a compiler lays a value out anew after views of it were taken, and they read other elements",
          "impossible for padded rows, which torch 2.11 laid out so on a GPU: no row is padded",
          "turned::test_turned_values", "turned::test_no_row_is_padded"),
-    _row(215, 1, "N209 N210", "code of an installed package, or what copies an object, reads a value that changes later",
+    _row(215, 1, "N209 N210", "code of an installed package, or what copies an object, reads what changes later",
          "refused: BakedValueError; both are followed as the step's own code is",
          "watch::test_function_of_an_installed_package_is_followed",
          "watch::test_what_a_copy_of_the_users_object_reads_is_watched"),

@@ -27,7 +27,7 @@ from ...shards.reader import Reader
 from ...shards.tensor import Sharded
 from ...state.arena import BufferSpec
 from ...state.boundary import mesh_of
-from ...tensors.aten import LIFTS, PUTS, tensors_in, written_arguments
+from ...tensors.aten import LIFTS, PUTS, full_name, tensors_in, written_arguments
 from ...tensors.fake_mode import FakeMode
 from ...tensors.overlap import storage_key
 from ...transforms.debug import REPORTS
@@ -205,7 +205,7 @@ class Recorder(TorchDispatchMode):
             return self._literal(args[0])
         if self.declared or self.met.fixed:
             args, kwargs = self._with_constants(args), self._with_constants(kwargs)
-        if func._schema.name in PUTS:
+        if full_name(func) in PUTS:
             args = self._from_here(args)
         tensors = list(tensors_in([*args, *kwargs.values()]))
         refuse_layouts(self.program.function, func, tensors)
