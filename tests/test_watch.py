@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import enum
 import functools
@@ -1032,35 +1033,98 @@ def test_what_a_class_says_of_itself_only_at_times():
     assert not seen.unchanged()
 
 
-class CopiedByHand:
-    """Copies itself as a global says."""
+def test_who_reads_all_of_a_container_of_a_package_depends_on_it():
+    """It may grow for functions of the package, which take what they know from it."""
+    folder = sysconfig.get_paths()["purelib"]
+    package: dict[str, Any] = {"__file__": f"{folder}/package.py", "SETTINGS": {"rate": 0.1, "other": 1.0}}
+    exec(compile("def get(k): return SETTINGS[k]", f"{folder}/package.py", "exec"), package)
+    get, settings = package["get"], package["SETTINGS"]
+    seen = watch(lambda x: x * get("other") * sum(settings.values()))
+    assert seen.unchanged()
+    settings["rate"] = 0.2
+    assert not seen.unchanged()
 
+
+class Rates:
+    def __init__(self, copied=2.0):
+        self.copied = copied
+
+
+RATES = Rates()
+
+
+class Factor:
     def __init__(self, factor=1.0):
         self.factor = factor
 
+
+class CopiedByHand(Factor):
+    """Copies itself as a global says."""
+
     def __deepcopy__(self, memo):
-        return CopiedByHand(RATES["copy"])
+        return CopiedByHand(RATES.copied)
 
 
-RATES = {"copy": 2.0}
+class CopiedWithHelp(Factor):
+    """Copies itself by the standard library's copy of a global."""
+
+    def __deepcopy__(self, memo):
+        return CopiedWithHelp(copy.copy(RATES).copied)
+
+
+class KeptAtFirst:
+    """Computes its factor when it is first asked for, as may happen when a module's contents are listed."""
+
+    __slots__ = ("factor",)
+
+    def __deepcopy__(self, memo):
+        return KeptAtFirst()
+
+    def __getattr__(self, name):
+        if name != "factor":
+            raise AttributeError(name)
+        self.factor = RATES.copied
+        return self.factor
 
 
 class Scaling(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, scale):
         super().__init__()
-        self.scale, self.parts = CopiedByHand(), [torch.nn.Identity() for _ in "123"]
+        self.scale, self.parts = scale, [torch.nn.Identity() for _ in "123"]
 
     def forward(self, x):
         return x * self.scale.factor
 
 
-def test_what_a_copy_of_the_users_object_reads_is_watched(monkeypatch):
-    apply, params, buffers = fcg.from_module(Scaling())
+@pytest.mark.parametrize("kind", [CopiedByHand, CopiedWithHelp, KeptAtFirst])
+def test_what_a_copy_of_the_users_object_reads_is_watched(monkeypatch, kind):
+    apply, params, buffers = fcg.from_module(Scaling(kind()))
     step = fcg.graph_fn(lambda x: apply(params, buffers, x)[0])
     assert step(torch.ones(2)).tolist() == [2.0, 2.0]
-    monkeypatch.setitem(RATES, "copy", 3.0)
-    with pytest.raises(BakedValueError, match="RATES"):
+    assert step(torch.ones(2)).tolist() == [2.0, 2.0]
+    monkeypatch.setattr(RATES, "copied", 3.0)
+    with pytest.raises(BakedValueError, match="copied"):
         step(torch.ones(2))
+
+
+class Failing:
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+
+def test_a_class_may_keep_what_cannot_be_asked_for_attributes():
+    class Kept:
+        settings = Failing()
+        rate = 2.0
+
+        def go(self):
+            return self.rate
+
+    kept = Kept()
+    seen = watch(lambda x: x * kept.go())
+    assert seen.unchanged()
+    Kept.rate = 3.0
+    assert not seen.unchanged()
 
 
 def test_registry_of_an_installed_package_may_grow():

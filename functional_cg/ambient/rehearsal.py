@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "Trace", "announce", "as_before", "aside", "copying", "place", "rehearsing", "repeated",
+    "Trace", "announce", "as_before", "copying", "place", "rehearsing", "repeated",
     "tensor_of", "traced", "tracing", "unknown",
 ]  # fmt: skip
 
@@ -47,12 +47,8 @@ class Trace(Protocol):
         """Return the tensor that a result of a block stands for."""
         ...
 
-    def aside(self, act: Callable[..., Any], *args: Any) -> Any:
-        """Call what the library does for itself: what it reads is not the step's."""
-        ...
-
     def copying(self) -> AbstractContextManager[None]:
-        """Follow only the user's own code in a block that copies the user's objects."""
+        """Follow only the user's own code, and what that calls, in a block that copies or lists the user's objects."""
         ...
 
     def announce(self, text: str) -> None:
@@ -129,14 +125,8 @@ def tensor_of(value: Any) -> Tensor:
     return value if trace is None else trace.tensor(value)
 
 
-def aside(act: Callable[..., Any], *args: Any) -> Any:
-    """Call what the library does for itself; a running trace does not count what it reads as read by the step."""
-    trace = _running.get()
-    return act(*args) if trace is None else trace.aside(act, *args)
-
-
 def copying() -> AbstractContextManager[None]:
-    """Copy the user's objects in a block, of which a running trace follows the user's own code alone."""
+    """Copy or list the user's objects in a block, of which a running trace follows the user's own code alone."""
     trace = _running.get()
     return nullcontext() if trace is None else trace.copying()
 

@@ -84,16 +84,12 @@ def held(module: nn.Module, unset: Iterable[str] = ()) -> Held:
       module: The module.
       unset: Paths of buffers that are None, or were: what stands there counts as an attribute.
     """
-    found: Held = rehearsal.aside(_held, module, unset)
-    return found
-
-
-def _held(module: nn.Module, unset: Iterable[str]) -> Held:
-    found: Held = {path: _content(buffer_at(module, path)) for path in unset}
-    for path, value in walked(module):
-        content = _content(value)
-        # What an object hands out of its inside may be another object each time.
-        found[path] = type(value) if "<" in path and isinstance(content, Same) else content
+    with rehearsal.copying():
+        found: Held = {path: _content(buffer_at(module, path)) for path in unset}
+        for path, value in walked(module):
+            content = _content(value)
+            # What an object hands out of its inside may be another object each time.
+            found[path] = type(value) if "<" in path and isinstance(content, Same) else content
     return found
 
 

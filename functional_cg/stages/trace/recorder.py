@@ -62,7 +62,7 @@ class Recorder(TorchDispatchMode):
         self.program = Program(recipe.name, [], [], [])
         self._input_names = recipe.input_names
         self._mode, self._first, self._checkpoint = mode, first, checkpoint
-        self.aside, self.copying = follower.aside, follower.copying
+        self._aside, self.copying = follower.aside, follower.copying
         self._known = Variables(mode)
         self._blocks = Blocks(self.program, self._known)
         self.history = History(self.program, self._known.of)
@@ -167,7 +167,7 @@ class Recorder(TorchDispatchMode):
         self._checkpoint()
         start = len(self.program.instrs)
         with torch._C.DisableTorchFunction():
-            found = self.aside(self._blocks.again, name, given, number)
+            found = self._aside(self._blocks.again, name, given, number)
         if found is None:
             return self._blocks.recorded(name, act, given)
         self._compare(start)
@@ -189,7 +189,7 @@ class Recorder(TorchDispatchMode):
         if Sharded in types or Reader in types:
             return NotImplemented  # its ops on local shards are dispatched here again
         try:
-            return self.aside(self._dispatch, func, args, kwargs or {})
+            return self._aside(self._dispatch, func, args, kwargs or {})
         except FunctionalCGError as error:
             self.rules.remember(error)
             raise

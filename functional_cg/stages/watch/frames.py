@@ -24,6 +24,7 @@ from .shadow import Shadow
 
 __all__ = ["Follower"]
 
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Libraries whose methods read attributes of the user's objects, such as modules, beside the standard library.
 _OF_OBJECTS = (
@@ -50,7 +51,7 @@ class Follower:
       own: By the id of a code object: whether it is the user's, or None if its frames are ignored; and the code object,
         whose own hash would go through all of its instructions.
       away: Whether following is suspended.
-      copies: Whether the library copies the user's objects: then only frames of the user's code are followed.
+      copies: Whether the library copies or lists the user's objects.
     """
 
     def __init__(self, reads: HostReads) -> None:
@@ -85,7 +86,7 @@ class Follower:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Follow the user's own frames alone: all that a copy takes is found where the step reads the copy."""
+        """Follow only the user's own code, and what that calls: a copy is followed where the step reads it."""
         before, self.copies = self.copies, True
         try:
             yield
@@ -111,12 +112,21 @@ class Follower:
         if shadow is not None:
             return shadow
         own = self.owned(frame)
-        if own is None or (not own and (self.copies or not self._is_method_of_known(frame))):
+        if own is None or (not own and not self._is_method_of_known(frame)):
             return None
         shadow = self._shadows[id(frame)] = Shadow(frame, self._reads, own=own)
         if own and frame.f_code.co_flags & _YIELDS and not shadow.is_fresh:
             self._reads.went_on(frame)
         return shadow
+
+    def only_copies(self, frame: FrameType) -> bool:
+        """Whether a frame takes part in a copy and no code of the user's has called it."""
+        caller: FrameType | None = frame if self.copies else None
+        while caller is not None and not self.owned(caller):
+            if caller.f_code.co_filename.startswith(_OURS):
+                return True
+            caller = caller.f_back
+        return False
 
     def _is_method_of_known(self, frame: FrameType) -> bool:
         known = self._reads.known(first_argument(frame.f_code, frame.f_locals))
@@ -167,7 +177,7 @@ class _Tracer:
         self._follower = follower
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if self._follower.owned(frame) is None:
+        if self._follower.owned(frame) is None or self._follower.only_copies(frame):
             return None  # as for most frames
         frame.f_trace_lines = False
         if self._follower.start(frame) is not None:
@@ -209,7 +219,7 @@ def _monitored(follower: Follower) -> Iterator[None]:
         frame = sys._getframe(1)
         if follower.owned(frame) is None:
             return monitoring.DISABLE
-        if follower.away or (follower.copies and not follower.owned(frame)):
+        if follower.away or follower.only_copies(frame):
             return None
         shadow = follower.start(frame)
         wanted = returns if shadow is None else returns | events.INSTRUCTION

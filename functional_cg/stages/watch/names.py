@@ -161,13 +161,22 @@ def _names_of_methods(cls: type) -> Mapping[CodeType, list[str]]:
     found: dict[CodeType, list[str]] = {}
     for name in dict.fromkeys(name for one in cls.__mro__ for name in vars(one)):
         stored = in_classes(cls.__mro__, name)
-        function = getattr(stored, "fget", None) or getattr(stored, "__func__", stored)
+        function = _kept(stored, "fget", None) or _kept(stored, "__func__", stored)
         met: set[int] = set()
         while type(function) is FunctionType and id(function) not in met:
             met.add(id(function))
             found.setdefault(function.__code__, []).append(name)
             function = vars(function).get("__wrapped__")
     return found
+
+
+def _kept(descriptor: object, name: str, default: object) -> Any:
+    """Return a function that a descriptor keeps, without its class's own ways to look attributes up."""
+    try:
+        kept = object.__getattribute__(descriptor, name)
+    except AttributeError:
+        return default
+    return kept if type(kept) is FunctionType else default
 
 
 def _closes_over(function: FunctionType, held: Mapping[str, Any]) -> bool:

@@ -26,6 +26,7 @@ from .kinds import (
     advances,
     generator_state,
     inside,
+    is_installed,
     is_key,
     is_user_class,
     parameters_with_defaults,
@@ -287,10 +288,10 @@ class Reads:
     def whole(self, place: Place, *, deep: bool = False) -> None:
         """Record all contents of a container; if ``deep``, also of all containers in it, however deep they lie."""
         left, met = [place], {id(place.value)}
+        by_its_library = self.frame is not None and is_installed(self.frame.f_globals)
         while left:
-            place = left.pop()
-            held = place.value
-            if id(held) in self._registries:
+            held = (place := left.pop()).value
+            if id(held) in self._registries and by_its_library:
                 continue
             key = (id(held), How.CONTENTS, None)
             if key not in self.entries and not (contents := Contents(held)).of_the_trace:
