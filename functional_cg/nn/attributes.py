@@ -103,27 +103,40 @@ def walked(module: nn.Module) -> Iterator[tuple[str, Any]]:
         if not known:
             seen[id(value)] = value  # kept, so that no id is taken again
             left.extend((path + name, below) for name, below in _below(value))
-        if not known or not path or isinstance(value, _PLAIN):
+        if not known or not path or _is(value, _PLAIN):
             yield path.removeprefix("."), value
+
+
+def _is(value: Any, kinds: Any) -> bool:
+    """Whether a value is of a type; ``isinstance`` would ask the value for its class, which may run the user's code."""
+    return issubclass(type(value), kinds)
+
+
+def _stored(value: Any) -> dict[str, Any]:
+    try:
+        stored: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return stored
 
 
 def _below(value: Any) -> list[tuple[str, Any]]:
     """List an object's children with their path suffixes; plain values in containers belong to the container."""
-    if isinstance(value, (*_LEAVES, *_PLAIN)) or type(value).__module__.startswith(_OWN):
+    if _is(value, (*_LEAVES, *_PLAIN)) or type(value).__module__.startswith(_OWN):
         return []
-    if isinstance(value, nn.Module):
+    if _is(value, nn.Module):
         return [*_of_module(value), *_of_class(type(value))]
-    if isinstance(value, dict):
-        inner = [(f"[{key!r}]", item) for key, item in value.items() if not isinstance(item, _PLAIN)]
+    if _is(value, dict):
+        inner = [(f"[{key!r}]", item) for key, item in value.items() if not _is(item, _PLAIN)]
         return [*inner, *_attributes(value)]
-    if isinstance(value, (*_SEQUENCES, *_SETS)):
-        inner = [(f"[{i}]", item) for i, item in enumerate(value) if not isinstance(item, _PLAIN)]
+    if _is(value, (*_SEQUENCES, *_SETS)):
+        inner = [(f"[{i}]", item) for i, item in enumerate(value) if not _is(item, _PLAIN)]
         return [*inner, *_attributes(value)]
-    if isinstance(value, MethodType):
+    if _is(value, MethodType):
         return [("", value.__self__)]
-    if isinstance(value, partial):
+    if _is(value, partial):
         return [("", value.func), ("", value.args), ("", value.keywords), *_attributes(value)]
-    if isinstance(value, FunctionType):  # torch keeps things of its own on its functions
+    if _is(value, FunctionType):  # torch keeps things of its own on its functions
         if str(value.__module__).partition(".")[0] == "torch":
             return []
         return [*_attributes(value), *((f".{name}", one) for name, one in variables(value) if _is_data(one))]
@@ -148,12 +161,12 @@ def _of_class(cls: type) -> list[tuple[str, Any]]:
         for owner in cls.__mro__
         if owner.__module__.partition(".")[0] not in ("torch", "builtins")
         for name, value in vars(owner).items()
-        if not name.startswith("__") and not isinstance(value, (FunctionType, property)) and _is_data(value)
+        if not name.startswith("__") and not _is(value, (FunctionType, property)) and _is_data(value)
     ]
 
 
 def _is_data(value: Any) -> bool:
-    return isinstance(value, (*_PLAIN, *_SEQUENCES, *_SETS, dict))
+    return _is(value, (*_PLAIN, *_SEQUENCES, *_SETS, dict))
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
@@ -166,16 +179,16 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
         if name not in ("__dict__", "__weakref__")
     ]
     found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    found |= getattr(value, "__dict__", {})
+    found |= _stored(value)
     return [
         (f".{name}", item)
         for name, item in found.items()
-        if not isinstance(getattr(cls, str(name), None), cached_property)
+        if not _is(getattr(cls, str(name), None), cached_property)
     ]
 
 
 def _names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    return (slots,) if _is(slots, str) else tuple(slots)
 
 
 def _reduced(value: Any) -> list[tuple[str, Any]]:
@@ -189,7 +202,7 @@ def _reduced(value: Any) -> list[tuple[str, Any]]:
             parts = value.__reduce_ex__(4)
     except Exception:  # an object that cannot be copied: the module's own copy shares it
         return []
-    if not isinstance(parts, tuple):
+    if not _is(parts, tuple):
         return []
     items = [list(itertools.islice(part, 10_000)) if part is not None else None for part in parts[3:5]]
     return [(f"<{i}>", part) for i, part in enumerate([*parts[1:3], *items])]
@@ -204,20 +217,20 @@ def copying() -> Iterator[None]:
 
 
 def _array(value: Any) -> bool:
-    return isinstance(value, (bytearray, memoryview)) or (
+    return _is(value, (bytearray, memoryview)) or (
         type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tobytes")
     )
 
 
 def _content(value: Any) -> Any:
     """An object's own content, without children that have separate paths."""
-    if isinstance(value, _PLAIN):
+    if _is(value, _PLAIN):
         return value
-    if isinstance(value, dict):
+    if _is(value, dict):
         return type(value), tuple(value), tuple(map(_inline, value.values()))
-    if isinstance(value, _SEQUENCES):
+    if _is(value, _SEQUENCES):
         return type(value), tuple(map(_inline, value))
-    if isinstance(value, _SETS):
+    if _is(value, _SETS):
         return type(value), frozenset((type(item), item) for item in value)
     if _array(value):
         shape = getattr(value, "shape", None), str(getattr(value, "dtype", ""))
@@ -230,9 +243,9 @@ def _content(value: Any) -> Any:
 
 
 def _inline(item: Any) -> Any:
-    if isinstance(item, Tensor):
+    if _is(item, Tensor):
         return Same(item)
-    return item if isinstance(item, _PLAIN) else ...  # what stands at a path of its own
+    return item if _is(item, _PLAIN) else ...  # what stands at a path of its own
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

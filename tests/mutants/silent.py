@@ -404,8 +404,8 @@ SILENT = (
         "nothing of a copy is followed, not even what the user's own code does for it",
         (
             (
-                "while caller is not None and not self.owned(caller):",
-                "while caller is not None:",
+                "            self._hooks.append(frame)\n",
+                "            pass\n",
             ),
         ),
         ("tests/test_watch.py::test_what_a_copy_of_the_users_object_reads_is_watched[CopiedWithHelp]",),

@@ -24,7 +24,6 @@ from .shadow import Shadow
 
 __all__ = ["Follower"]
 
-_OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Libraries whose methods read attributes of the user's objects, such as modules, beside the standard library.
 _OF_OBJECTS = (
@@ -58,6 +57,7 @@ class Follower:
         self.away = self.copies = False
         self._reads = reads
         self._shadows: dict[int, Shadow] = {}
+        self._hooks: list[FrameType] = []  # frames of the user's code that a copy runs
         self.own: dict[int, tuple[bool | None, CodeType]] = {}
 
     @contextmanager
@@ -87,11 +87,12 @@ class Follower:
     @contextmanager
     def copying(self) -> Iterator[None]:
         """Follow only the user's own code, and what that calls: a copy is followed where the step reads it."""
-        before, self.copies = self.copies, True
+        before = self.copies, self._hooks
+        self.copies, self._hooks = True, []
         try:
             yield
         finally:
-            self.copies = before
+            self.copies, self._hooks = before
 
     def owned(self, frame: FrameType) -> bool | None:
         """Whether a frame is the user's; None if it is ignored."""
@@ -108,10 +109,11 @@ class Follower:
 
     def start(self, frame: FrameType) -> Shadow | None:
         """Handle a frame that starts or resumes; return its shadow if its instructions are followed."""
-        shadow = self.shadow(frame)
+        shadow, own = self.shadow(frame), self.owned(frame)
+        if own and self.copies:
+            self._hooks.append(frame)
         if shadow is not None:
             return shadow
-        own = self.owned(frame)
         if own is None or (not own and not self._is_method_of_known(frame)):
             return None
         shadow = self._shadows[id(frame)] = Shadow(frame, self._reads, own=own)
@@ -121,12 +123,11 @@ class Follower:
 
     def only_copies(self, frame: FrameType) -> bool:
         """Whether a frame takes part in a copy and no code of the user's has called it."""
-        caller: FrameType | None = frame if self.copies else None
-        while caller is not None and not self.owned(caller):
-            if caller.f_code.co_filename.startswith(_OURS):
-                return True
-            caller = caller.f_back
-        return False
+        if not self.copies or self.owned(frame):
+            return False
+        while self._hooks and not _is_below(frame, self._hooks[-1]):
+            self._hooks.pop()  # an exception has ended it
+        return not self._hooks
 
     def _is_method_of_known(self, frame: FrameType) -> bool:
         known = self._reads.known(first_argument(frame.f_code, frame.f_locals))
@@ -134,6 +135,8 @@ class Follower:
 
     def returned(self, frame: FrameType, value: Any) -> None:
         """Handle a frame that returns or yields."""
+        if self._hooks and self._hooks[-1] is frame:
+            self._hooks.pop()
         caller = self.shadow(frame.f_back)
         if caller is not None:
             caller.result = value
@@ -147,6 +150,12 @@ class Follower:
         for shadow in self._shadows.values():
             shadow.leave()
         self._shadows.clear()
+
+
+def _is_below(frame: FrameType | None, caller: FrameType) -> bool:
+    while frame is not None and frame is not caller:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_own(frame: FrameType) -> bool | None:
