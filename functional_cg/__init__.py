@@ -7,7 +7,7 @@ Steps:
 
   graph_step        capture a training step; the state passed in is taken over, the new one returned
   graph_fn          capture a function that changes no state: evaluation, sampling, acting
-  GraphStep, GraphFn   what they make: ``explain()``, ``memory_analysis()``, ``eager()``, ``lower()``
+  GraphStep, GraphFn   what they make: ``explain()``, ``profile()``, ``eager()``, ``lower()``
   Lowered, Captured    a step that was traced and checked for one layout; and then captured
   prefetch          copy the next batches to the step's device while it runs
   bucket            pad batches of any length to a few sizes
@@ -44,7 +44,7 @@ Modules:
   nn                modules as functions, memory-efficient cross-entropy, fp8
   tree              pytrees: ``map``, ``at``, ``flatten``
   precision         dtype policies, loss scaling, stochastic rounding
-  sharding          ZeRO over the ranks of a mesh
+  sharding          ZeRO and pipelines over the ranks of a mesh
 
 Also ``functional_cg.testing`` (assertions, a simulator, hypothesis strategies) and ``functional_cg.report`` (plots),
 which are imported separately.
