@@ -25,7 +25,6 @@ __all__ = [
     "here",
     "is_generated",
     "is_installed",
-    "is_standard",
     "is_user_file",
     "own_frame",
     "place_of",
@@ -60,12 +59,7 @@ def is_user_file(filename: str) -> bool:
     """Whether code from `filename` is the user's rather than a library's."""
     if filename.startswith(_LIBRARIES):
         return filename.startswith(_PROGRAMS)
-    return not is_standard(filename)
-
-
-def is_standard(filename: str) -> bool:
-    """Whether a file belongs to the standard library."""
-    return filename.startswith(_STANDARD) and not filename.startswith(_INSTALLED)
+    return not filename.startswith(_STANDARD) or filename.startswith(_INSTALLED)
 
 
 def is_installed(filename: str) -> bool:

@@ -133,7 +133,6 @@ class _Parameter:
     kwarg_only: bool
     has_default: bool
     default: Any
-    is_written: bool
     is_generator: bool
 
 
@@ -145,7 +144,6 @@ def _parameters(func: Any) -> tuple[_Parameter, ...]:
             one.kwarg_only,
             one.has_default_value(),
             one.default_value,
-            one.alias_info is not None and one.alias_info.is_write,
             str(one.type) in {"Optional[Generator]", "Generator"},
         )
         for one in func._schema.arguments
@@ -171,14 +169,17 @@ def argument(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors among the arguments that the op writes."""
-    hidden = _HIDDEN_WRITES.get(full_name(func))
+    # Dynamo looks into it, below a leaf of a state, and does not look into what is cached.
+    hidden = _HIDDEN_WRITES.get(func._schema.name)
     if hidden is not None:
         names, flag = hidden
         named = named_arguments(func, args, kwargs)
         return list(tensors_in([named.get(name) for name in names])) if not flag or named.get(flag) else []
+    if not func._schema.is_mutable:
+        return []
     written: list[Tensor] = []
-    for position, parameter in enumerate(_parameters(func)):
-        if parameter.is_written:
+    for position, parameter in enumerate(func._schema.arguments):
+        if parameter.alias_info is not None and parameter.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(parameter.name)
             written.extend(tensors_in(value))
     return written

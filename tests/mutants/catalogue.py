@@ -278,7 +278,12 @@ MUTANTS = (
     Mutant(
         "N74",
         "a refused trace leaves its fake tensors where they are",
-        (("        disown(run.program, run.release(), run.variables)\n", "        run.release()\n"),),
+        (
+            (
+                "    for run in runs:\n        disown(run.program, run.release(), run.variables)\n",
+                "    for run in runs:\n        run.release()\n",
+            ),
+        ),
         (f"{AFTER_FAILURE}test_what_a_refused_trace_leaves_in_caches_has_values[lru_cache-a random number]",),
         no_gpu="a trace runs on the host",
     ),

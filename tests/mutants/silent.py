@@ -392,8 +392,8 @@ SILENT = (
         "functions of packages that are installed in the environment are not followed",
         (
             (
-                "if filename.startswith(_OF_OBJECTS) or is_standard(filename):",
-                'if filename.startswith((*_OF_OBJECTS, sysconfig.get_paths()["platstdlib"])):',
+                "    if not is_user_file(filename):\n        return None if",
+                '    if filename.startswith(sysconfig.get_paths()["platstdlib"]):\n        return None if',
             ),
         ),
         ("tests/test_watch.py::test_function_of_an_installed_package_is_followed",),
