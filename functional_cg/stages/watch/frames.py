@@ -26,8 +26,8 @@ __all__ = ["Follower"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
-# Methods of other libraries read attributes of the user's objects, such as modules or schedulers. These do not: parts of
-# the standard library, and of torch what runs in each call.
+# Methods of other libraries read attributes of the user's objects, such as modules or schedulers. These do not: parts
+# of the standard library, and of torch what runs in each call.
 _NOT_OF_OBJECTS = (
     *(
         os.path.join(path, name)
