@@ -9,6 +9,7 @@ import gc
 import itertools
 import logging
 import random
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -65,6 +66,13 @@ class Pickled:
         return Pickled, (), None, iter(self.numbers), iter(self.named.items())
 
 
+class OfThisThread(threading.local):
+    n = 0
+
+    def __deepcopy__(self, memo: Any) -> OfThisThread:
+        return OfThisThread()
+
+
 class Cached:
     @functools.cached_property
     def number(self) -> int:
@@ -101,6 +109,7 @@ LEFT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "what it says to pickle, of keys": (Pickled, lambda held: held.named.update(a=1), "held"),
     "generator of numpy": (lambda: np.random.default_rng(0), lambda held: held.random(), "held"),
     "generator of Python": (lambda: random.Random(0), lambda held: held.random(), "held"),
+    "of this thread": (OfThisThread, count, "held.n"),
     "partial": (lambda: functools.partial(max, [0]), lambda held: held.args[0].append(1), "held[0]"),
     "sign of zero": (lambda: [0.0], lambda held: held.__setitem__(0, -0.0), "held"),
     "type of a number": (lambda: [1], lambda held: held.__setitem__(0, True), "held"),

@@ -95,48 +95,40 @@ def held(module: nn.Module, unset: Iterable[str] = ()) -> Held:
 
 def walked(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield a module's contents with their paths, each object once."""
-    seen: dict[int, Any] = {}
+    seen: dict[
+        int, tuple[Any, bool]
+    ] = {}  # values, kept so that no id is taken again; whether they are plain
     left: list[tuple[str, Any]] = [("", module)]
     while left:
         path, value = left.pop()
         known = id(value) in seen
         if not known:
-            seen[id(value)] = value  # kept, so that no id is taken again
+            seen[id(value)] = (
+                value,
+                isinstance(value, _PLAIN),
+            )  # which may run the user's code, to tell its class
             left.extend((path + name, below) for name, below in _below(value))
-        if not known or not path or _is(value, _PLAIN):
+        if not known or not path or seen[id(value)][1]:
             yield path.removeprefix("."), value
-
-
-def _is(value: Any, kinds: Any) -> bool:
-    """Whether a value is of a type; ``isinstance`` would ask the value for its class, which may run the user's code."""
-    return issubclass(type(value), kinds)
-
-
-def _stored(value: Any) -> dict[str, Any]:
-    try:
-        stored: dict[str, Any] = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return {}
-    return stored
 
 
 def _below(value: Any) -> list[tuple[str, Any]]:
     """List an object's children with their path suffixes; plain values in containers belong to the container."""
-    if _is(value, (*_LEAVES, *_PLAIN)) or type(value).__module__.startswith(_OWN):
+    if isinstance(value, (*_LEAVES, *_PLAIN)) or type(value).__module__.startswith(_OWN):
         return []
-    if _is(value, nn.Module):
+    if isinstance(value, nn.Module):
         return [*_of_module(value), *_of_class(type(value))]
-    if _is(value, dict):
-        inner = [(f"[{key!r}]", item) for key, item in value.items() if not _is(item, _PLAIN)]
+    if isinstance(value, dict):
+        inner = [(f"[{key!r}]", item) for key, item in value.items() if not isinstance(item, _PLAIN)]
         return [*inner, *_attributes(value)]
-    if _is(value, (*_SEQUENCES, *_SETS)):
-        inner = [(f"[{i}]", item) for i, item in enumerate(value) if not _is(item, _PLAIN)]
+    if isinstance(value, (*_SEQUENCES, *_SETS)):
+        inner = [(f"[{i}]", item) for i, item in enumerate(value) if not isinstance(item, _PLAIN)]
         return [*inner, *_attributes(value)]
-    if _is(value, MethodType):
+    if isinstance(value, MethodType):
         return [("", value.__self__)]
-    if _is(value, partial):
+    if isinstance(value, partial):
         return [("", value.func), ("", value.args), ("", value.keywords), *_attributes(value)]
-    if _is(value, FunctionType):  # torch keeps things of its own on its functions
+    if isinstance(value, FunctionType):  # torch keeps things of its own on its functions
         if str(value.__module__).partition(".")[0] == "torch":
             return []
         return [*_attributes(value), *((f".{name}", one) for name, one in variables(value) if _is_data(one))]
@@ -161,12 +153,12 @@ def _of_class(cls: type) -> list[tuple[str, Any]]:
         for owner in cls.__mro__
         if owner.__module__.partition(".")[0] not in ("torch", "builtins")
         for name, value in vars(owner).items()
-        if not name.startswith("__") and not _is(value, (FunctionType, property)) and _is_data(value)
+        if not name.startswith("__") and not isinstance(value, (FunctionType, property)) and _is_data(value)
     ]
 
 
 def _is_data(value: Any) -> bool:
-    return _is(value, (*_PLAIN, *_SEQUENCES, *_SETS, dict))
+    return isinstance(value, (*_PLAIN, *_SEQUENCES, *_SETS, dict))
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
@@ -179,16 +171,16 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
         if name not in ("__dict__", "__weakref__")
     ]
     found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    found |= _stored(value)
+    found |= getattr(value, "__dict__", {})
     return [
         (f".{name}", item)
         for name, item in found.items()
-        if not _is(getattr(cls, str(name), None), cached_property)
+        if not isinstance(getattr(cls, str(name), None), cached_property)
     ]
 
 
 def _names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if _is(slots, str) else tuple(slots)
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _reduced(value: Any) -> list[tuple[str, Any]]:
@@ -202,7 +194,7 @@ def _reduced(value: Any) -> list[tuple[str, Any]]:
             parts = value.__reduce_ex__(4)
     except Exception:  # an object that cannot be copied: the module's own copy shares it
         return []
-    if not _is(parts, tuple):
+    if not isinstance(parts, tuple):
         return []
     items = [list(itertools.islice(part, 10_000)) if part is not None else None for part in parts[3:5]]
     return [(f"<{i}>", part) for i, part in enumerate([*parts[1:3], *items])]
@@ -217,20 +209,20 @@ def copying() -> Iterator[None]:
 
 
 def _array(value: Any) -> bool:
-    return _is(value, (bytearray, memoryview)) or (
+    return isinstance(value, (bytearray, memoryview)) or (
         type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tobytes")
     )
 
 
 def _content(value: Any) -> Any:
     """An object's own content, without children that have separate paths."""
-    if _is(value, _PLAIN):
+    if isinstance(value, _PLAIN):
         return value
-    if _is(value, dict):
+    if isinstance(value, dict):
         return type(value), tuple(value), tuple(map(_inline, value.values()))
-    if _is(value, _SEQUENCES):
+    if isinstance(value, _SEQUENCES):
         return type(value), tuple(map(_inline, value))
-    if _is(value, _SETS):
+    if isinstance(value, _SETS):
         return type(value), frozenset((type(item), item) for item in value)
     if _array(value):
         shape = getattr(value, "shape", None), str(getattr(value, "dtype", ""))
@@ -243,9 +235,9 @@ def _content(value: Any) -> Any:
 
 
 def _inline(item: Any) -> Any:
-    if _is(item, Tensor):
+    if isinstance(item, Tensor):
         return Same(item)
-    return item if _is(item, _PLAIN) else ...  # what stands at a path of its own
+    return item if isinstance(item, _PLAIN) else ...  # what stands at a path of its own
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
