@@ -16,7 +16,7 @@ from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .aten import named_arguments
-from .kernel_strides import KernelStrides
+from .kernel_results import KernelResults
 
 __all__ = ["FakeMode", "aside_on_fakes", "compiler_mode", "without_log"]
 
@@ -49,7 +49,7 @@ class FakeMode(fake_tensor.FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._strides = KernelStrides()
+        self._kernels = KernelResults()
 
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NOTHING
@@ -65,7 +65,7 @@ class FakeMode(fake_tensor.FakeTensorMode):
         if func is _ZERO_TANGENT:
             func = torch.ops.aten.zeros.default
         out = super().dispatch(func, types, args, kwargs)
-        out = self._strides.correct(func, args, kwargs, out, self._empty)
+        out = self._kernels.correct(func, args, kwargs, out, self._empty)
         return _without_masked(func, args, kwargs, out) if _has_mask(func) else out
 
     def _prep_args_for_hash(
@@ -100,9 +100,11 @@ class FakeMode(fake_tensor.FakeTensorMode):
         """Drop torch's own weak references to the tensors of this mode, which may then be swapped."""
         self.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
-    def _empty(self, shape: Sequence[int], stride: Sequence[int], like: Tensor) -> Tensor:
+    def _empty(
+        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         with self:
-            return torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
+            return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def _layout(tensor: Any) -> tuple[object, ...]:

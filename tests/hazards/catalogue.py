@@ -82,7 +82,7 @@ FILES = {
     "rewrites": "tests/properties/test_rewrites.py",
     "host_parts": "tests/test_host_parts.py",
     "laid": "tests/test_strides.py",
-    "strides": "tests/test_kernel_strides.py",
+    "strides": "tests/test_kernel_results.py",
     "supposed": "tests/test_supposed.py",
     "computed": "tests/test_computed_reads.py",
     "evaluation": "tests/test_evaluation.py",

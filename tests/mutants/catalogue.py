@@ -933,8 +933,8 @@ MUTANTS = (
             ),
         ),
         (
-            "tests/test_kernel_strides.py::test_fake_results_lie_as_those_of_the_kernel[batch norm backward-cpu]",
-            "tests/test_kernel_strides.py::test_fake_results_lie_as_those_of_the_kernel[softplus_backward-cpu]",
+            "tests/test_kernel_results.py::test_fake_results_lie_as_those_of_the_kernel[batch norm backward-cpu]",
+            "tests/test_kernel_results.py::test_fake_results_lie_as_those_of_the_kernel[softplus_backward-cpu]",
         ),
         no_gpu="told on the host",
     ),
@@ -942,7 +942,7 @@ MUTANTS = (
         "N89",
         "results that lie otherwise than traced are left so",
         ((" for var in unsure(instr))\n", " for var in ())\n"),),
-        ("tests/test_kernel_strides.py::test_results_that_lie_otherwise_than_traced_are_laid_out[cpu-aten]",),
+        ("tests/test_kernel_results.py::test_results_that_lie_otherwise_than_traced_are_laid_out[cpu-aten]",),
         no_gpu="told on the host",
     ),
     Mutant(

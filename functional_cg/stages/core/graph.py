@@ -168,6 +168,8 @@ class _Builder:
                 values[node] = values[whole][place]
             else:
                 values[node] = self._call(node, values)
+            if isinstance(values.get(node), _Value) and (spec := node.meta.get("spec")) is not None:
+                self._hold(values[node], spec, node)
         self.graph.eliminate_dead_code()
         return fx.GraphModule(self.root, self.graph)
 
@@ -201,6 +203,23 @@ class _Builder:
             return self._value(nodes[one], place, call, entering, given) if isinstance(one, fx.Node) else one
 
         return map_aggregate(expansion.results, result)
+
+    def _hold(self, value: _Value, spec: Any, source: fx.Node) -> None:
+        """Hold a result to the dtype of the trace; a formula of the compiler may give it another one.
+
+        Raises:
+          NotImplementedError: If it has another shape.
+        """
+        made = value.node.meta["val"]
+        if made.shape != spec.shape:
+            raise NotImplementedError(
+                f"{source.target} is of shape {list(made.shape)}, for {list(spec.shape)}"
+            )
+        if made.dtype != spec.dtype:
+            call = _Call(source, partial(_cast, spec.dtype), (_cast, spec.dtype))
+            expansion = self._expansion(call, [value.node])
+            value.node = self._put_in(expansion, source, [value.node])[expansion.results]
+            value.node.meta["result"] = True
 
     def _value(
         self, node: fx.Node, place: int, call: _Call, tensors: Sequence[_Value], given: Sequence[fx.Node]
@@ -339,6 +358,10 @@ def _apply(target: Any, arguments: Any, *tensors: Tensor) -> Any:
 
 def _lay_out(stride: tuple[int, ...], tensor: Tensor) -> Tensor:
     return laid_out(tensor, stride)
+
+
+def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(dtype)
 
 
 def _like(tensor: Tensor) -> Hashable:

@@ -114,13 +114,23 @@ def _stored(value: Any) -> None:
 
 def _rounded(value: Any, dtype: torch.dtype) -> Any:
     """Lower ``fcg::rounded`` in inductor: to the dtype, and back to that in which all that reads it computes."""
+    from torch._inductor import ir
     from torch._inductor.lowering import make_pointwise
     from torch._inductor.virtualized import ops
 
     wide = value.get_dtype()
+    if wide == dtype and isinstance(_memory(value), (ir.InputBuffer, ir.ConstantBuffer, ir.ExternKernel)):
+        return value  # it was rounded when it was stored
+    on_host = value.get_device().type == "cpu"
 
     def rounded(one: Any) -> Any:
-        return ops.to_dtype(ops.to_dtype(one, dtype, src_dtype=wide, use_compute_types=False), dtype)
+        half = ops.to_dtype(one, dtype, src_dtype=wide, use_compute_types=False)
+        if (
+            on_host
+        ):  # torch 2.11 takes what comes back from a cast for what went in, unless it was something else
+            bits = ops.to_dtype_bitcast(half, torch.int16, dtype)
+            half = ops.to_dtype_bitcast(bits, dtype, torch.int16)
+        return ops.to_dtype(half, dtype)
 
     return make_pointwise(rounded, override_return_dtype=dtype)(value)
 

@@ -1,11 +1,12 @@
 """Round where a program does: a compiler computes in float32 what has half its precision, and rounds what it stores.
 
 So a value in memory and the same value in the kernel that made it differ: ``v - v.bfloat16().float()``, what a cast
-loses, is zero, and so is what a compensated sum in bfloat16 keeps. Each call of a step therefore rounds its results as
-it does by itself; what a single call computes in between is up to the compiler.
+loses, is zero; a sum that compensates for rounding loses what it compensates; and what overflows to infinity in half
+precision stays finite, so that a loss scale never learns of it. Each call of a step therefore rounds its results as it
+does by itself; what a single call computes in between is up to the compiler.
 
-torch's compiler rounds what a call returns, and what it reads, if the call's node says so. It knows no such sums, and
-drops casts to fewer bits and back: there is an op of our own for these.
+``fcg::rounded`` says so. Torch's own mark does not do: its kernels for a host take a number that was cast and cast back
+for the number itself (torch 2.11), and its tracer marks what a formula of ours computes in between.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ...tensors.aten import returns_view
+
 __all__ = ["ROUNDED", "keep_roundings"]
 
 _aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
+_MARK = "low_precision_pointwise_barrier"
 _HALF = frozenset({torch.float16, torch.bfloat16})
-_WIDE = frozenset({torch.float32, torch.float64})
-_ROUNDS = "low_precision_pointwise_barrier"  # in the compiler's words
 # They return numbers that they are given, which need no rounding.
 _EXACT = frozenset(
     {
@@ -34,10 +36,21 @@ _EXACT = frozenset(
         _aten.where.self,
     }
 )
-# The compiler knows of roundings in calls by element of values alone: a number that fills a value is as it is written.
-_SUMS = frozenset(
-    {_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim, _aten.prod.default}
+# Other kernels than the compiler's own compute them, into memory; a rounding would hide them from its patterns.
+_PRODUCTS = frozenset(
+    {
+        _aten.addmm.default,
+        _aten.baddbmm.default,
+        _aten.bmm.default,
+        _aten.convolution.default,
+        _aten.mm.default,
+    }
 )
+
+_COMPARISONS = frozenset(getattr(_aten, name).Scalar for name in ("eq", "ne", "lt", "le", "gt", "ge"))
+
+# Kernels of a host that read a second operand without dimensions in single precision.
+_SINGLE_ON_A_HOST = frozenset({_aten.mul.Tensor, _aten.div.Tensor, _aten.div.Tensor_mode})
 
 _library = torch.library.Library("fcg", "FRAGMENT")
 _library.define("rounded(Tensor value, ScalarType dtype) -> Tensor", tags=(torch.Tag.pointwise,))
@@ -46,35 +59,69 @@ _library._register_fake("rounded", lambda value, dtype: _CAST(value, dtype))
 ROUNDED = torch.ops.fcg.rounded.default
 
 
-def keep_roundings(graph: fx.Graph) -> list[int]:
-    """Mark where calls round, in a graph of :func:`functional_cg.stages.core.graph.core_graph`.
+def keep_roundings(graph: fx.Graph) -> bool:
+    """Say where calls round, in a graph of :func:`functional_cg.stages.core.graph.core_graph`.
 
     Returns:
-      Places of the marked nodes, of which the compiler's key of a graph says nothing.
+      Whether any does.
     """
-    marked = list[int]()
-    for number, node in enumerate(list(graph.nodes)):
-        if node.op != "call_function" or not _is_of(node, _HALF):
+    found = False
+    for node in list(graph.nodes):
+        node.meta.pop(_MARK, None)
+        if node.op != "call_function":
             continue
-        if node.target is _CAST and _is_of(node.args[0], _WIDE):
-            node.target = ROUNDED
-        elif not node.meta.get("result") or node.target in _EXACT:
+        found |= _round_operands(graph, node)
+        if not _is_half(node):
             continue
-        elif node.target in _SUMS or not node.all_input_nodes:
-            _round(graph, node)
+        if node.target is _CAST:
+            node.target = ROUNDED  # of two casts in a row, the compiler drops the first
+        elif not node.meta.get("result") or node.target in _EXACT | _PRODUCTS or _is_view(node):
+            continue
         else:
-            node.meta[_ROUNDS] = True
-            marked.append(number)
-    return marked
+            with graph.inserting_after(node):
+                rounded = graph.call_function(ROUNDED, (node, node.meta["val"].dtype))
+            rounded.meta.update(node.meta)
+            node.replace_all_uses_with(rounded, delete_user_cb=lambda user, it=rounded: user is not it)
+        found = True
+    return found
 
 
-def _round(graph: fx.Graph, node: fx.Node) -> None:
-    with graph.inserting_after(node):
-        rounded = graph.call_function(ROUNDED, (node, node.meta["val"].dtype))
-    rounded.meta.update(node.meta)
-    node.replace_all_uses_with(rounded, delete_user_cb=lambda user: user is not rounded)
+def _round_operands(graph: fx.Graph, node: fx.Node) -> bool:
+    """Round what an elementwise call casts to half precision before it computes; whether there is any.
+
+    That is what has no dimensions where others have some, and the number that a tensor is compared with.
+    """
+    if not node.meta.get("result") or torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+        return False
+    operands = [(one, one.meta["val"]) for one in node.all_input_nodes if _is_float(one)]
+    most = max((value.dim() for _, value in operands), default=0)
+    dtypes = {value.dtype for _, value in operands if min(value.dim(), 1) == min(most, 1)}
+    if len(dtypes) != 1 or not dtypes <= _HALF:
+        return False
+    (dtype,) = dtypes
+    kept = (
+        node.args[1] if node.target in _SINGLE_ON_A_HOST and node.meta["val"].device.type == "cpu" else None
+    )
+    wide = [(one, value) for one, value in operands if value.dtype not in _HALF and one is not kept]
+    for one, value in wide:
+        with graph.inserting_before(node):
+            rounded = graph.call_function(ROUNDED, (one, dtype))
+        rounded.meta["val"] = value.to(dtype)
+        node.replace_input_with(one, rounded)
+    if node.target in _COMPARISONS and isinstance(node.args[1], float):
+        node.args = (node.args[0], torch.tensor(node.args[1], dtype=dtype).item())
+    return bool(wide)
 
 
-def _is_of(node: Any, dtypes: frozenset[torch.dtype]) -> bool:
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return isinstance(value, Tensor) and value.dtype in dtypes
+def _is_float(node: fx.Node) -> bool:
+    value: Any = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _is_half(node: fx.Node) -> bool:
+    value: Any = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype in _HALF
+
+
+def _is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and returns_view(node.target)

@@ -162,14 +162,14 @@ def _made(module: fx.GraphModule) -> Any:
     from torch._inductor import compile_fx, config
 
     register_lowerings()
-    rounding = keep_roundings(module.graph)
-    last = compiler_pass(f"{rounding}{signatures(module.graph)}")
+    rounds = keep_roundings(module.graph)
+    last = compiler_pass(signatures(module.graph))
     keep_signs(module.graph)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     outputs: Any = module.graph.output_node().args[0]
     extra: Any = compile_fx.create_compiler_config_extra
     (asked,) = inspect.signature(extra).parameters  # torch 2.11 asks for its options, 2.13 for the graph
-    with config.patch({"post_grad_custom_post_pass": last, **(_IN_HALVES if rounding else {})}):
+    with config.patch({"post_grad_custom_post_pass": last, **(_IN_HALVES if rounds else {})}):
         return compile_fx.compile_fx_forward(
             module,
             inputs,

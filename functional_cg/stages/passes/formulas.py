@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fx_passes.rounding import ROUNDED
 from ..fx_passes.updates import update
 from .normalized import apply_statistics
 
@@ -138,6 +139,26 @@ def _zero_tangent(size: Sequence[int], **options: Any) -> Tensor:
     return torch.zeros(size, **options)
 
 
+def _ldexp(x: Tensor, exponent: Tensor) -> Tensor:
+    """As torch's kernel; its compiler's formula gives other dtypes, and computes in that of ``x`` alone."""
+    return x * _rounded(torch.pow(2.0, exponent))
+
+
+def _rounded(value: Tensor) -> Tensor:
+    """Return a value that a formula computes in between, rounded to its dtype if that is of half precision."""
+    return ROUNDED(value, value.dtype) if value.dtype in (torch.bfloat16, torch.float16) else value
+
+
+def _round(x: Tensor, *, decimals: int = 0) -> Tensor:
+    """As torch's kernels: they divide where the compiler multiplies, and that of a GPU rounds in between."""
+    if not decimals:
+        return x.round()
+    power = torch.tensor(10.0 ** abs(decimals), dtype=x.dtype).item()
+    scaled = x * power if decimals > 0 else x / power
+    scaled = _rounded(scaled) if x.is_cuda else scaled
+    return scaled.round() / power if decimals > 0 else scaled.round() * power
+
+
 FORMULAS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "aten::_efficientzerotensor": _zero_tangent,
@@ -146,6 +167,8 @@ FORMULAS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "aten::_fused_sgd": _sgd,
         "aten::_fused_adagrad": _adagrad,
         "aten::index_fill": _index_fill,
+        "aten::ldexp": _ldexp,
+        "aten::round": _round,
         "fcg::normalized": apply_statistics,
     }
 )

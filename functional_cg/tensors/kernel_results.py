@@ -1,8 +1,9 @@
-"""Strides that torch's kernels choose for their results, where its fake tensors have others.
+"""Strides and dtypes that torch's kernels choose for their results, where its fake tensors have others.
 
 For an operand whose elements do not lie in the order of its dimensions, such as an image in channels_last, torch has
-two formulas: that of the kernel, and that of the fake tensor. They differ for about twenty ops (torch 2.11 and 2.13).
-So the kernel itself is asked, on a few elements that lie in the same order.
+two formulas for strides: that of the kernel, and that of the fake tensor. They differ for about twenty ops (torch 2.11
+and 2.13). For operands of several dtypes, ten ops return another dtype than their fake tensors say: a loss of half
+precision against single is one of them. So the kernel itself is asked, on a few elements that lie in the same order.
 """
 
 from __future__ import annotations
@@ -18,29 +19,32 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .aten import tensors_in
 
-__all__ = ["KernelStrides"]
+__all__ = ["KernelResults"]
 
 # Shapes of their operands say nothing to them but which dimensions are alike. Those of one element each are tagged.
 _SHAPELESS = frozenset(
     f"aten::{name}"
     for name in (
         "_batch_norm_with_update _fused_rms_norm _fused_rms_norm_backward _log_softmax _log_softmax_backward_data "
-        "_native_batch_norm_legit _softmax _softmax_backward_data batch_norm_backward binary_cross_entropy_backward "
+        "_native_batch_norm_legit _softmax _softmax_backward_data addr batch_norm_backward "
+        "binary_cross_entropy_backward "
         "elu_backward floor_divide gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward "
-        "hardtanh_backward huber_loss_backward leaky_relu_backward log_sigmoid_backward log_sigmoid_forward "
-        "mish_backward mse_loss_backward native_batch_norm native_batch_norm_backward native_layer_norm "
-        "native_layer_norm_backward sigmoid_backward silu_backward smooth_l1_loss_backward softplus_backward "
+        "hardtanh_backward huber_loss huber_loss_backward leaky_relu_backward log_sigmoid_backward log_sigmoid_forward "
+        "mish_backward mse_loss_backward native_batch_norm native_batch_norm_backward native_dropout_backward "
+        "native_group_norm native_layer_norm native_layer_norm_backward sigmoid_backward silu_backward "
+        "smooth_l1_loss_backward soft_margin_loss softplus_backward "
         "softshrink_backward tanh_backward threshold_backward"
     ).split()
 )
 _FEW = 2  # elements in each dimension
+_Layout = tuple[tuple[int, ...], torch.dtype] | None  # strides and dtype of a tensor
 
 
-class KernelStrides:
+class KernelResults:
     """Asks kernels, each once for operands that lie in the same order."""
 
     def __init__(self) -> None:
-        self._found: dict[Any, list[tuple[int, ...]] | None] = {}
+        self._found: dict[Any, list[_Layout] | None] = {}
 
     def correct(
         self,
@@ -50,41 +54,43 @@ class KernelStrides:
         out: Any,
         empty: Callable[..., Tensor],
     ) -> Any:
-        """Return the result of a call on fake tensors, in the strides that the kernel gives it.
+        """Return the result of a call on fake tensors, with the strides and the dtype that the kernel gives it.
 
         Args:
           func: The op.
           args: Its arguments.
           kwargs: Its arguments by name.
           out: What it returned.
-          empty: ``empty(shape, stride, like)`` makes a fake tensor.
+          empty: ``empty(shape, stride, dtype, device)`` makes a fake tensor.
         """
-        if not _tells_strides_by_order(func):
+        if not _runs_on_few(func):
             return out
         operands = list(tensors_in([*args, *kwargs.values()]))
-        if all(map(_contiguous, operands)) or not all(one.numel() for one in operands if one.dim() > 1):
+        turned = not all(map(_contiguous, operands))
+        mixed = len({one.dtype for one in operands}) > 1
+        if not (turned or mixed) or not all(one.numel() for one in operands if one.dim() > 1):
             return out
-        orders = self._orders(func, args, kwargs, operands)
-        if orders is None:
+        found = self._asked(func, args, kwargs, operands)
+        if found is None:
             return out
         if isinstance(out, Tensor):
-            return _relaid(out, orders[0], operands, empty)
-        return tuple(_relaid(one, order, operands, empty) for one, order in zip(out, orders, strict=True))
+            return _corrected(out, found[0], operands, empty, turned=turned)
+        pairs = zip(out, found, strict=True)
+        return tuple(_corrected(one, layout, operands, empty, turned=turned) for one, layout in pairs)
 
-    def _orders(
+    def _asked(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[Tensor]
-    ) -> list[tuple[int, ...]] | None:
-        """Return the strides of the results for few elements; None if the kernel does not run on so few."""
+    ) -> list[_Layout] | None:
+        """Return how the results for few elements lie; None if the kernel does not run on so few."""
         names = [argument.name for argument in func._schema.arguments]
         named = {**dict(zip(names, args, strict=False)), **kwargs}
         rest = {name: one for name, one in named.items() if not isinstance(one, Tensor)}
         key = func, *map(_kind, operands), str(rest)
         if key not in self._found:
-            few = dict(named)
-            if "normalized_shape" in few:
-                few["normalized_shape"] = [min(size, _FEW) for size in few["normalized_shape"]]
             with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-                few = {name: _few(one) if isinstance(one, Tensor) else one for name, one in few.items()}
+                few = _with_sizes(
+                    {name: _few(one) if isinstance(one, Tensor) else one for name, one in named.items()}
+                )
                 given = [few.pop(name) for name in names[: len(args)]]
                 try:
                     out = func(*given, **few)
@@ -92,13 +98,25 @@ class KernelStrides:
                     self._found[key] = None
                 else:
                     results = [out] if isinstance(out, Tensor) else out
-                    self._found[key] = [one.stride() if isinstance(one, Tensor) else () for one in results]
+                    self._found[key] = [
+                        (one.stride(), one.dtype) if isinstance(one, Tensor) else None for one in results
+                    ]
         return self._found[key]
 
 
+def _with_sizes(named: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call on few elements, with those that say sizes of its operands suited to these."""
+    if "normalized_shape" in named:
+        named["normalized_shape"] = [min(size, _FEW) for size in named["normalized_shape"]]
+    if "HxW" in named:
+        rows, channels, *image = named["input"].shape
+        named |= {"N": rows, "C": channels, "HxW": math.prod(image), "group": 1}
+    return named
+
+
 @cache
-def _tells_strides_by_order(func: Any) -> bool:
-    """Whether an op may be run on a few elements to see how its result lies: it draws and writes nothing.
+def _runs_on_few(func: Any) -> bool:
+    """Whether an op may be run on a few elements to see what it returns: it draws and writes nothing.
 
     Cached: a schema takes longer to read than an op to trace.
     """
@@ -143,16 +161,23 @@ def _few(tensor: Tensor) -> Tensor:
     return torch.ones(length, dtype=tensor.dtype, device=tensor.device).as_strided(shape, stride)
 
 
-def _relaid(
-    out: Any, order: tuple[int, ...], operands: Sequence[Tensor], empty: Callable[..., Tensor]
+def _corrected(
+    out: Any, layout: _Layout, operands: Sequence[Tensor], empty: Callable[..., Tensor], *, turned: bool
 ) -> Any:
-    """Return a fake result, or one like it whose dimensions lie in the order of these strides."""
-    if not isinstance(out, Tensor) or not out.dim() or not out.numel():
+    """Return a fake result, or one like it of this dtype and, if need be, with dimensions in the order of these strides."""
+    if not isinstance(out, Tensor) or layout is None:
         return out
+    order, dtype = layout
+    stride = _laid(out, order, operands) if turned and out.dim() and out.numel() else out.stride()
+    if (out.stride(), out.dtype) == (stride, dtype):
+        return out
+    return empty(out.shape, stride, dtype, out.device)
+
+
+def _laid(out: Tensor, order: tuple[int, ...], operands: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return the strides of a result whose dimensions lie in the order of these strides."""
     like = next((one for one in operands if one.shape == out.shape and _pattern(one)[1] == order), None)
     if like is not None:
-        stride = like.stride()
-    else:
-        sizes = list(zip(out.shape, order, strict=True))
-        stride = tuple(math.prod(size for size, other in sizes if size > 1 and other < own) for own in order)
-    return out if out.stride() == stride else empty(out.shape, stride, out)
+        return like.stride()
+    sizes = list(zip(out.shape, order, strict=True))
+    return tuple(math.prod(size for size, other in sizes if size > 1 and other < own) for own in order)
