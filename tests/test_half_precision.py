@@ -232,12 +232,17 @@ class ScaledState(fcg.TrainState):
 def test_only_what_rounds_is_rounded() -> None:
     """A call that returns numbers that it is given costs nothing, nor does one in single precision."""
 
-    def graph(*calls: tuple[Any, ...], dtype: torch.dtype = BF16) -> int:
+    def graph(*calls: tuple[Any, ...], dtype: torch.dtype = BF16, to: torch.dtype | None = None) -> int:
         made = fx.Graph()
         x = made.placeholder("x")
-        made.output(tuple(made.call_function(target, (x, *args)) for target, *args in calls))
+        made.output(
+            tuple(
+                made.call_function(target, (x, *args), {"dtype": to} if to else {}) for target, *args in calls
+            )
+        )
         core = cored(fx.GraphModule(torch.nn.Module(), made), torch.ones(4, dtype=dtype)).graph
         keep_roundings(core)
+        core.eliminate_dead_code()
         return sum(node.target is ROUNDED for node in core.nodes)
 
     aten = torch.ops.aten
@@ -245,3 +250,4 @@ def test_only_what_rounds_is_rounded() -> None:
     assert graph((aten.view.default, [2, 2]), (aten.add.Tensor, 1), dtype=F32) == 0
     assert graph((aten.add.Tensor, 1), (aten.view.default, [2, 2])) == 1
     assert graph((aten.full_like.default, 0.1)) == graph((aten.sum.default,)) == 1
+    assert graph((aten._to_copy.default,), dtype=F32, to=BF16) == 1

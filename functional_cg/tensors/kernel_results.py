@@ -164,7 +164,7 @@ def _few(tensor: Tensor) -> Tensor:
 def _corrected(
     out: Any, layout: _Layout, operands: Sequence[Tensor], empty: Callable[..., Tensor], *, turned: bool
 ) -> Any:
-    """Return a fake result, or one like it of this dtype and, if need be, with dimensions in the order of these strides."""
+    """Return a fake result, or one like it of this dtype, whose dimensions lie in the order of these strides."""
     if not isinstance(out, Tensor) or layout is None:
         return out
     order, dtype = layout
