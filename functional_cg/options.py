@@ -15,7 +15,7 @@ __all__ = ["BackendChoice", "Branches", "Certify", "CompileOnce", "Debug", "Lowe
 
 Lowering = Literal["auto", "aten", "inductor"] | Callable[..., Any]
 BackendChoice = Literal["auto", "eager"] | Backend
-Certify = Literal["auto"] | bool
+Certify = Literal["auto", "first"] | bool | int
 CompileOnce = Literal["auto"] | bool
 Debug = Literal["verify", "poison", "verify+poison", "poison+verify"]
 
@@ -91,8 +91,12 @@ class Options:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{transform}: {name} must be an int of at least {least}, got {value!r}")
-        if self.certify not in ("auto", True, False):
-            raise ValueError(f"{transform}: certify must be 'auto', True or False, got {self.certify!r}")
+        if self.certify not in ("auto", "first") and not (
+            isinstance(self.certify, bool) or (isinstance(self.certify, int) and self.certify > 0)
+        ):
+            raise ValueError(
+                f"{transform}: certify must be 'auto', 'first', a number of calls, True or False, got {self.certify!r}"
+            )
         lanes = self.branches
         if lanes != "auto" and (
             not isinstance(lanes, int) or isinstance(lanes, bool) or not 1 <= lanes <= 32

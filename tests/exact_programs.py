@@ -11,7 +11,7 @@ import argparse
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -25,9 +25,15 @@ from functional_cg.stages.lower.compiled import lower
 from functional_cg.testing import assert_no_alias, assert_trees_all_close
 from functional_cg.testing.strategies import StepProgram, exact_step_fns
 from tests.compiled_graphs import lower_as_on_a_gpu
+from tests.gated import gated
 from tests.overwritten import overwritten
 from tests.shares import CALLS
 
+STRATEGIES: dict[str, Callable[[], SearchStrategy[Any]]] = {
+    "exact": exact_step_fns,  # anything
+    "overwritten": overwritten,  # chains of writes to parts of a value
+    "gated": gated,  # losses that are switched on late, over values whose elements share memory
+}
 EXACT = 1e-30  # a relative tolerance that lets zeros have any sign, and nothing else
 
 
@@ -115,7 +121,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--programs", type=int, default=100, help="how many")
     parser.add_argument("--together", type=int, default=8, help="how many are compiled as one step")
     parser.add_argument("--seed", type=int, default=0, help="which ones")
-    parser.add_argument("--overwritten", action="store_true", help="chains of writes to parts of a value")
+    parser.add_argument("--of", choices=list(STRATEGIES), default="exact", help="what they do")
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
         "--as-on-a-gpu", action="store_true", help="on a CPU: write the state while it is computed"
@@ -123,9 +129,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     start, wrong = time.perf_counter(), 0
-    programs = drawn(
-        options.programs, options.seed, overwritten() if options.overwritten else exact_step_fns()
-    )
+    programs = drawn(options.programs, options.seed, STRATEGIES[options.of]())
     how = lower_as_on_a_gpu if options.as_on_a_gpu else lower
     with mock.patch("functional_cg.step.captures.lower", how):
         for done, text in enumerate(found(programs, options.device, options.together, options.seed)):

@@ -41,7 +41,7 @@ class _Wide(fx.Interpreter):
         target = node.target
         name = str(getattr(getattr(target, "_schema", None), "name", "")).partition("::")[2]
         pointwise = torch.Tag.pointwise in getattr(target, "tags", ()) and not _is_written(node)
-        if node.op != "call_function" or not (pointwise or name in _PRODUCTS):
+        if node.op != "call_function" or "spec" not in node.meta or not (pointwise or name in _PRODUCTS):
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._declared)
             return getattr(self, node.op)(target, args, kwargs)
         widened = self._widened if pointwise else lambda one: _wide(self._declared(one))

@@ -103,6 +103,15 @@ class Turn:
             finally:
                 self.busy, self.whole = self.over is not None, self.over is None
 
+    @contextmanager
+    def torn(self) -> Iterator[None]:
+        """Refuse even reads during a block of a call that has this turn, and puts other values in memory."""
+        whole, self.whole = self.whole, False
+        try:
+            yield
+        finally:
+            self.whole = whole
+
     def shut_down(self, call: Callable[[], None], over: Callable[[], FunctionalCGError]) -> None:
         """Run a call that nothing may interrupt; if it returns, refuse all use from then on, until :meth:`reopen`."""
         with self.shut():

@@ -37,7 +37,7 @@ from ..state.boundary import reading_of
 from ..state.handle import Handle, place, placeable
 from ..state.lifecycle import staying
 from ..transforms.taps import Taps
-from .certify import certify
+from .certify import Certified, certify
 from .constants import Constants
 from .eager import run_eager
 from .eviction import closed_error, drop_spares, forget
@@ -357,10 +357,12 @@ class Transform:
         spare = functools.partial(scratch, buffers, lowered.reference.unchecked.slots)
         if isinstance(self._backend, CUDABackend):
             lowered.plan = self._backend.choose_lanes(lowered.plan, buffers, spare)
-        if self._options.certify and lowered.plan.compiled and lowered.certificate is None:
-            arenas = [state.arena for state in call.states]
-            lowered.certificate = certify(lowered, buffers, arenas, self._backend, self._options.certify)
+        arenas, asked = [state.arena for state in call.states], self._options.certify
+        if asked and lowered.plan.compiled and lowered.trial is None:
+            lowered.trial = certify(lowered, buffers, arenas, self._backend, asked)
         replay = self._backend.capture(lowered.plan, buffers, spare)
+        if lowered.trial is not None and asked != "first":
+            replay = Certified(replay, lowered, lowered.trial, buffers, arenas, asked)
         replay = Poisoned(replay, staging.slots) if "poison" in str(self._options.debug) else replay
         bound = [Bound(s.position, s.arena, s.start, s.stop) for s in call.states]
         run = replayer(

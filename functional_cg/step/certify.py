@@ -1,8 +1,8 @@
 """Certify a compiled step: compare its plan with the program on real values before the plan commits anything.
 
-By default this takes no more memory than the step itself: on a GPU the old values of the slots that the plan
-writes are kept on the host, and the program runs in the memory that the plan has freed. What does not fit is computed
-again when it is needed, or waits on the host. If a single call takes too much, the step is not certified.
+The program runs in the memory that is free; what it needs last waits on the host if that is too little. If a single
+call takes more, the step is not certified. The first call is compared before it is captured; later ones, by default
+those whose number is a power of two, by their replay itself.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Self
@@ -23,175 +23,237 @@ import torch
 from torch import Tensor
 
 from ..concurrency.garbage import no_garbage_collection
-from ..concurrency.interrupts import uninterrupted
-from ..errors import MiscompileError
+from ..concurrency.interrupts import held_back, uninterrupted
+from ..errors import CaptureError
 from ..options import Certify
 from ..shards.mesh import Mesh
 from ..shards.peers import on_any
 from ..stages.lower.regions import RegionsPlan
-from ..stages.plan import Buffers
-from ..stages.run.capture import Backend, CUDABackend
+from ..stages.plan import Before, Buffers
+from ..stages.run.capture import Backend, CUDABackend, Replay
 from ..stages.run.memory import scratch
 from ..stages.trial.judge import Difference, load_kernels, miscompiled
 from ..stages.trial.trial import Certificate, Trial, TrialOfFunctions
+from ..stages.trial.variants import vary
 from ..state.arena import Arena
 from ..tensors.aten import copies
 from .lowered import Lowered
 
-__all__ = ["certify"]
+__all__ = ["Certified", "certify"]
 
 _log = logging.getLogger("functional_cg")
 _LARGE = 2**20  # bytes
 _WORKSPACE = 8  # the fraction 1 / _WORKSPACE of free memory is left for the workspaces of kernels
+_FRACTION = 4  # values are kept on the device if they take less than this part of what is free
 _SHARE = 4  # the fraction 1 / _SHARE of the host's free memory may hold values of the program for a while
 _INTEGERS = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 
 def certify(
     lowered: Lowered, buffers: Buffers, arenas: Sequence[Arena], backend: Backend, asked: Certify
-) -> Certificate:
+) -> Trial:
     """Compare a compiled plan with its program on the values in the static buffers, which keep these values.
 
     Args:
-      lowered: The lowered step.
+      lowered: The lowered step; its certificate is set.
       buffers: Static buffers with real values.
       arenas: Arenas of the slots.
       backend: Where the plan will run.
-      asked: The ``certify`` option; ``"auto"`` compares only if the step's own memory is enough.
+      asked: The ``certify`` option; with True it is an error if memory does not allow the comparison.
+    Returns:
+      What compares later calls.
     Raises:
       MiscompileError: If the plan computes something else.
+      CaptureError: If it was asked for, and memory is too little.
     """
-    start = time.perf_counter()
-    aside = backend.aside() if isinstance(backend, CUDABackend) else contextlib.nullcontext()
-    with aside:
-        certificate = _certificate(lowered, buffers, arenas, asked)
-    level = logging.INFO if certificate.certified else logging.WARNING
-    _log.log(level, "%s: %s; in %.2f s", lowered.name, certificate, time.perf_counter() - start)
-    return certificate
-
-
-def _certificate(lowered: Lowered, buffers: Buffers, arenas: Sequence[Arena], asked: Certify) -> Certificate:
-    mesh = lowered.mesh
-    together = partial(on_any, mesh, lowered.name)
-    written = [out.slot for out in lowered.reference.outputs if out.slot is not None]
-    needed = sum(buffers.slots[slot].nbytes for slot in written)
-    if together(_host_memory() < needed):
-        return Certificate(False, f"the host has no {needed:,} B to keep values in")
+    start, mesh = time.perf_counter(), lowered.mesh
     kind = TrialOfFunctions if isinstance(lowered.plan, RegionsPlan) else Trial
-    trial = kind(lowered.reference, lowered.plan, together)
-    on_gpu = any(one.is_cuda for one in (*buffers.slots, *buffers.inputs))
-    with ThreadPoolExecutor(1) as meanwhile:  # kernels load while the plan compiles
-        loaded = [meanwhile.submit(load_kernels, _gpu(buffers))] if on_gpu else []
-        trial.rehearse(buffers, scratch(buffers, lowered.reference.unchecked.slots).slots)
-    for one in loaded:
-        one.result()
-    of = _InPlace.of(buffers, written, arenas, asked) if on_gpu else _Copied.of(buffers, arenas)
-    with no_garbage_collection(), of as space:  # slow after compiling, and a capture begins with one
-        found = trial.differences(space)
-    if trial.lacking:
-        return Certificate(
-            False,
-            f"call by call it takes {trial.lacking:,} B more than the step; `certify=True` takes them",
+    trial = kind(lowered.reference, lowered.plan, partial(on_any, mesh, lowered.name))
+    with backend.aside() if isinstance(backend, CUDABackend) else contextlib.nullcontext():
+        on_gpu = _device(buffers).type == "cuda"
+        with ThreadPoolExecutor(1) as meanwhile:  # kernels load while the plan compiles
+            loaded = [meanwhile.submit(load_kernels, _device(buffers))] if on_gpu else []
+            trial.rehearse(buffers, scratch(buffers, lowered.reference.unchecked.slots).slots)
+        for one in loaded:
+            one.result()
+        turns = sorted({arena.turn for arena in arenas}, key=lambda turn: turn.rank)
+        # Slow after compiling, and a capture begins with one.
+        with _apart(turn.shut() for turn in turns), no_garbage_collection():
+            found = _differences(trial, _Space.of(lowered, buffers, inputs=True))
+    _refuse(lowered.name, found, mesh, trial)
+    lowered.certificate = Certificate(not trial.lacking, _lacking(trial), trial.share)
+    if trial.lacking and asked is True:
+        raise CaptureError.of(
+            lowered.name,
+            f"it is {lowered.certificate}; the state is unchanged.",
+            why="`certify=True` asks for a comparison with the calls of the step, run one by one.",
+            fix='leave `certify` out; or `lowering="aten"`, which needs none.',
         )
-    if together(bool(found)):
-        raise _error(lowered.name, found, mesh)
-    return Certificate(certified=True, share=trial.share)
+    level = logging.WARNING if trial.lacking else logging.INFO
+    _log.log(level, "%s: %s; in %.2f s", lowered.name, lowered.certificate, time.perf_counter() - start)
+    return trial
 
 
-def _error(name: str, found: Sequence[Difference], mesh: Mesh | None) -> MiscompileError:
-    where = f"rank {mesh.rank} has found no difference, another rank has" if mesh is not None else ""
-    return miscompiled(
-        name,
-        "something else; the state is unchanged.",
-        map(str, found) if found else [where],
-        "Before the first call changes the state, the compiled step is compared with its calls, run one by one.",
+class Certified:
+    """A replay that is compared with its program at some calls, before their new state counts.
+
+    Args:
+      replay: The replay.
+      lowered: Its step.
+      trial: What compares it.
+      buffers: Its static buffers.
+      arenas: Arenas of the slots, whose turns whoever calls holds.
+      asked: The ``certify`` option.
+    """
+
+    def __init__(
+        self,
+        replay: Replay,
+        lowered: Lowered,
+        trial: Trial,
+        buffers: Buffers,
+        arenas: Sequence[Arena],
+        asked: Certify,
+    ) -> None:
+        self.fresh, self._replay = replay.fresh, replay
+        self._lowered, self._trial, self._buffers, self._arenas = lowered, trial, buffers, arenas
+        self._every = asked if type(asked) is int else 0  # 0 for powers of two
+        self._calls, self._due = 0, self._every + 1 if self._every else 2
+
+    def __call__(self, before: Before, /) -> Sequence[Tensor]:
+        self._calls += 1
+        if self._calls != self._due:
+            return self._replay(before)
+        self._due += self._every or self._due
+        with held_back(), _apart(turn.torn() for turn in {arena.turn for arena in self._arenas}):
+            metrics = self._compared()
+        uninterrupted(before)
+        return metrics
+
+    def _compared(self) -> Sequence[Tensor]:
+        lowered, trial = self._lowered, self._trial
+        space = _Space.of(lowered, self._buffers, inputs=False)
+        found: Sequence[Difference] = ()
+        try:
+            metrics, found = trial.again(space, partial(self._replay, ()))
+            _refuse(lowered.name, found, lowered.mesh, trial, call=self._calls)
+        except BaseException:
+            space.reset()
+            raise
+        if trial.lacking:
+            _log.warning("%s: not compared at call %d: %s", lowered.name, self._calls, _lacking(trial))
+        elif lowered.certificate is not None:
+            lowered.certificate = lowered.certificate.also(self._calls, trial.share)
+        return metrics
+
+    def close(self) -> None:
+        self._replay.close()
+
+
+def _differences(trial: Trial, space: _Space) -> list[Difference]:
+    try:
+        return trial.differences(space)
+    except torch.OutOfMemoryError as error:  # memory in pieces: what is free is not all of one piece
+        trial.lacking = trial.lacking or 1
+        _log.debug("not compared: %s", error)
+        return []
+    finally:
+        space.reset()
+
+
+def _lacking(trial: Trial) -> str:
+    return f"by {trial.lacking / 2**30:.2f} GiB, which its calls one by one take more than is free" * bool(
+        trial.lacking
     )
 
 
-@dataclass
-class _Copied:
-    """Buffers like the given ones, with copied slots.
+def _refuse(name: str, found: Sequence[Difference], mesh: Mesh | None, trial: Trial, call: int = 1) -> None:
+    if not on_any(mesh, name, bool(found)):
+        return
+    where = f"rank {mesh.rank} has found no difference, another rank has" if mesh is not None else ""
+    raise miscompiled(
+        name,
+        "something else; the state is unchanged.",
+        map(str, found) if found else [where],
+        "Before the first call changes the state, the compiled step is compared with its calls, run one by one, on the "
+        "values of the call and on others made from them."
+        if call == 1
+        else f"Before call {call:,} changes the state, the compiled step is compared with its calls, run one by one.",
+    )
 
-    Attributes:
-      given: The original buffers.
-      buffers: The buffers with copied slots, which may be written.
-    """
 
-    given: Buffers
-    buffers: Buffers
-
-    @classmethod
-    @contextlib.contextmanager
-    def of(cls, buffers: Buffers, arenas: Sequence[Arena]) -> Iterator[Self]:
-        """Provide the space for a trial."""
-        slots: dict[int, Tensor] = {}
-        for arena in dict.fromkeys(arenas):
-            slots |= zip(map(id, arena.slots), arena.copy().slots, strict=True)
-        yield cls(buffers, replace(buffers, slots=[slots[id(slot)] for slot in buffers.slots]))
-
-    def reset(self, only: Sequence[bool] | None = None) -> None:
-        for at, (mine, slot) in enumerate(zip(self.buffers.slots, self.given.slots, strict=True)):
-            if only is None or only[at]:
-                mine.copy_(slot)
-
-    def room(self) -> int | None:
-        return None
-
-    def host(self) -> int:
-        return 0
+@contextlib.contextmanager
+def _apart(locks: Iterable[contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Keep all others from states that hold other values during a block."""
+    with contextlib.ExitStack() as all_of_them:
+        for lock in locks:
+            all_of_them.enter_context(lock)
+        yield
 
 
 @dataclass
-class _InPlace:
-    """The buffers themselves; old values of written slots are kept on the host, to take no memory of the GPU.
+class _Space:
+    """Static buffers whose values are kept aside, while a comparison writes them.
 
     Attributes:
       buffers: The buffers.
-      written: Positions of the slots that the step writes.
-      kept: These slots, with their old values; None for zeros.
-      limited: Whether memory may not exceed its peak so far.
+      ample: Whether the device has room for what is kept; if not, the host has.
+      kept: What may be written, with its values; None for zeros.
+      free: What may hold any value, with a number of its own, and whether it is a leaf.
     """
 
     buffers: Buffers
-    written: Sequence[int]
+    ample: bool
     kept: list[tuple[Tensor, Tensor | None]]
-    limited: bool
+    free: Sequence[tuple[Tensor, int, bool]]
 
     @classmethod
-    @contextlib.contextmanager
-    def of(
-        cls, buffers: Buffers, written: Sequence[int], arenas: Sequence[Arena], asked: Certify
-    ) -> Iterator[Self]:
-        """Provide the space for a trial; restore the slots at its end."""
-        slots = [buffers.slots[slot] for slot in written]
-        with contextlib.ExitStack() as locks:
-            for arena in sorted(dict.fromkeys(arenas), key=lambda arena: arena.turn.rank):
-                locks.enter_context(arena.turn.shut())
-            space = cls(buffers, written, [(slot, _on_host(slot)) for slot in slots], asked == "auto")
-            try:
-                yield space
-            finally:
-                space.reset()
+    def of(cls, lowered: Lowered, buffers: Buffers, *, inputs: bool) -> Self:
+        """Keep the values of the slots that a step writes, and of its inputs, if they will be written, too."""
+        reference = lowered.reference
+        written = [out.slot for out in reference.outputs if out.slot is not None]
+        given = [(buffers.slots[slot], slot, True) for slot in written]
+        free = [one for one in given if reference.unchecked.slots[one[1]]]
+        if inputs:
+            staged = [(one, -1 - number, False) for number, one in enumerate(buffers.inputs)]
+            free += [one for one, is_free in zip(staged, reference.unchecked.inputs, strict=True) if is_free]
+            given += staged
+        tensors, room = [one for one, _, _ in given], _room(buffers)
+        ample = room is None or _FRACTION * sum(one.nbytes for one in tensors) < room
+        return cls(buffers, ample, [(one, one.clone() if ample else _on_host(one)) for one in tensors], free)
 
-    def reset(self, only: Sequence[bool] | None = None) -> None:
-        kept = [one for at, one in zip(self.written, self.kept, strict=True) if only is None or only[at]]
-        pairs = [(slot, value) for slot, value in kept if value is not None]
-        zeros = [partial(slot.zero_) for slot, value in kept if value is None]
-        uninterrupted([*copies([slot for slot, _ in pairs], [value for _, value in pairs]), *zeros])
+    def reset(self) -> None:
+        pairs = [(one, value) for one, value in self.kept if value is not None]
+        zeros = [partial(one.zero_) for one, value in self.kept if value is None]
+        uninterrupted([*copies([one for one, _ in pairs], [value for _, value in pairs]), *zeros])
+
+    def vary(self, kind: str) -> None:
+        self.reset()
+        for tensor, number, leaf in self.free:
+            vary(tensor, kind, number, leaf=leaf)
 
     def room(self) -> int | None:
-        if not self.limited:
-            return None
-        stats: dict[str, Any] = torch.cuda.memory_stats(_gpu(self.buffers))
-        room = int(stats["allocated_bytes.all.peak"]) - int(stats["allocated_bytes.all.current"])
-        return room - room // _WORKSPACE
+        room = _room(self.buffers)
+        return None if room is None else room - room // _WORKSPACE
 
     def host(self) -> int:
         return _host_memory() // _SHARE
 
 
-def _gpu(buffers: Buffers) -> torch.device:
-    return next(one.device for one in (*buffers.slots, *buffers.inputs) if one.is_cuda)
+def _device(buffers: Buffers) -> torch.device:
+    """Return where a step runs."""
+    every = (*buffers.slots, *buffers.inputs)
+    return next((one.device for one in every if one.is_cuda), torch.device("cpu"))
+
+
+def _room(buffers: Buffers) -> int | None:
+    """Return the bytes that are free on the device; None for a host, where this counts for nothing."""
+    device = _device(buffers)
+    if device.type != "cuda":
+        return None
+    stats: dict[str, Any] = torch.cuda.memory_stats(device)
+    cached = int(stats["reserved_bytes.all.current"]) - int(stats["allocated_bytes.all.current"])
+    return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
 def _on_host(slot: Tensor) -> Tensor | None:

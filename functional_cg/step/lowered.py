@@ -32,7 +32,7 @@ from ..stages.trace.footprint import Inspection
 from ..stages.trace.recipe import BoundState, Recipe
 from ..stages.trace.runs import agree
 from ..stages.trial.reference import Reference
-from ..stages.trial.trial import Certificate
+from ..stages.trial.trial import Certificate, Trial
 from ..stages.watch.host_watch import HostWatch
 from ..state.arena import Arena, dtype_name
 from ..state.boundary import mesh_of
@@ -162,6 +162,7 @@ class Lowered(metaclass=Documented):
       inspection: What was checked; prints as text.
       reference: The traced calls before any rewrite.
       certificate: Whether a compiled plan was compared with them; set at its capture.
+      trial: What compares it.
       tables: Constants that functions remember.
       orders: Other orders of keys, and whether the function does the same with them.
       counts: Whether a call has run it or it was captured on demand; otherwise ``max_captures`` ignores it.
@@ -177,6 +178,7 @@ class Lowered(metaclass=Documented):
     reference: Reference
     tables: Constants
     certificate: Certificate | None = None
+    trial: Trial | None = None
     counts: bool = False
     capture_here: Callable[[], Captured] | None = None
     orders: dict[tuple[Any, ...], bool] = field(default_factory=dict)

@@ -29,7 +29,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
     reach = 0  # offset of the last element over the dimensions so far, fastest first
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and step <= reach:
-            return _distinct_elements(tensor) < tensor.numel()
+            return step == 0 or _distinct_elements(tensor) < tensor.numel()
         reach += (size - 1) * step
     return False
 

@@ -3,7 +3,7 @@
 A compiled step writes its slots itself, so a value that leaves it, as a metric or into another slot, must not alias a
 slot that changes. In the program such a value is a copy, but a compiler drops copies: graph passes drop some, and the
 lowering of single calls drops others (``cat`` of one tensor, ``pow(x, 1)``). Each is right by itself; together they are
-wrong. It also runs calls in place in an argument that seems to have no later reader. Four rules, applied to the graph
+wrong. It also runs calls in place in an argument that seems to have no later reader. Five rules, applied to the graph
 after all of the compiler's passes, prevent this:
 
 * A value that leaves the graph goes through ``fcg::own``. The op is lowered when the memory of its argument is known:
@@ -15,6 +15,9 @@ after all of the compiler's passes, prevent this:
   overwritten value (torch 2.11 and 2.13 do this under ``torch.compile``, too).
 * A concatenation reads a copy of a value in which a later call may be run in place: the compiler computes the parts of
   a concatenation in its memory, so that call would change the concatenation, too.
+* A call that may be run in place is given a copy of an argument whose elements share memory, as those of an expanded
+  gradient do: one write would change them all. So is one that replaces a part of a value by another part of it: it
+  would read what it has just written. (Under ``torch.compile``, torch 2.11 and 2.13 do both.)
 * A view that the compiler leaves to torch (of another element size, or of complex numbers) is taken of a copy: the
   compiler does not know that it shares memory with the argument.
 """
@@ -29,6 +32,7 @@ import torch
 from torch import fx
 
 from ...tensors.aten import returns_view
+from ...tensors.overlap import overlaps_itself
 
 __all__ = ["AFTER", "KEPT", "LATER", "NOW", "OWN", "keep_old_values"]
 
@@ -83,6 +87,7 @@ def keep_old_values(graph: fx.Graph) -> None:
     for argument in graph.find_nodes(op="placeholder"):
         _copy_for_foreign_views(graph, argument)
     _copy_into_concatenations(graph)
+    _copy_what_overlaps(graph)
     _own_what_leaves(graph, graph.find_nodes(op="call_function", target=_COPY))
     _read_before_writes(graph)
 
@@ -160,6 +165,34 @@ def _copy_into_concatenations(graph: fx.Graph) -> None:
                 with graph.inserting_before(cat):
                     copy = graph.call_function(_aten.clone.default, (part,))
                 cat.replace_input_with(part, copy)
+
+
+def _copy_what_overlaps(graph: fx.Graph) -> None:
+    """Give calls that may be run in place in an argument a copy of it where another element lies in the same place."""
+    options = {"memory_format": torch.contiguous_format}
+    for call in list(graph.nodes):
+        for argument in call.all_input_nodes if call.op == "call_function" else ():
+            if _may_be_in_place(call, argument) and (_overlaps(argument) or _reads_again(call, argument)):
+                with graph.inserting_before(call):
+                    copy = graph.call_function(_aten.clone.default, (argument,), options)
+                if call.target in _PARTIAL:
+                    call.update_arg(0, copy)
+                else:
+                    call.replace_input_with(argument, copy)
+
+
+def _overlaps(argument: fx.Node) -> bool:
+    value = argument.meta.get("val")
+    return isinstance(value, torch.Tensor) and overlaps_itself(value)
+
+
+def _reads_again(call: fx.Node, argument: fx.Node) -> bool:
+    """Whether a call that replaces a part of an argument reads what it replaces it with from the same memory."""
+    if call.target not in _PARTIAL:
+        return False
+    others: list[fx.Node] = []
+    fx.map_arg((call.args[1:], call.kwargs), others.append)
+    return any(_viewed(one) is _viewed(argument) for one in others)
 
 
 def _may_overwrite(call: fx.Node, value: fx.Node) -> bool:

@@ -233,9 +233,10 @@ class HeadPlan:
             program.function,
             graph,
             compile_head,
+            results=[*plan.outputs, *handed_on],
             metrics=len(plan.outputs),
-            count=len(plan.outputs) + len(handed_on),
             known=compiler is None,
+            program=program,
         )
         self._entrance = entrance
         self._aten = AtenPlan(program, _around(self._head, program, plan, entrance, handed_on, checks))

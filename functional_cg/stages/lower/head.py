@@ -12,9 +12,11 @@ from ...ambient.modes import ordinary, without_gradients
 from ...errors import CaptureError
 from ...errors.words import words_of
 from ...tensors.overlap import storage_key
+from ..program import Program, Var
+from ..trial.judge import miscompiled
 from .inductor import compile_graph
 
-__all__ = ["Compiler", "Head", "by_inductor"]
+__all__ = ["Compiler", "Head", "by_inductor", "refuse_other_results"]
 
 Compiler = Callable[..., Any]
 
@@ -36,6 +38,45 @@ def by_inductor(
         ) from error
 
 
+def refuse_other_results(
+    name: str, expected: Sequence[Var], results: Sequence[Tensor], program: Program | None = None
+) -> None:
+    """Refuse a compiled function whose results are not of the dtypes, shapes and strides of the trace.
+
+    They are the same in each run. It is asked before any result becomes a leaf or a metric.
+
+    Args:
+      name: Name of the step.
+      expected: Variables of the results.
+      results: The results.
+      program: The program, which knows what its results are called.
+    Raises:
+      MiscompileError: With the results that differ.
+    """
+    known = {} if program is None else {var: path for path, var in program.named_results()}
+    rows = [
+        f"{known.get(var, f'value {var!r}')}  expected {var.spec}, strides {list(var.spec.stride)}   "
+        f"got {str(one.dtype).removeprefix('torch.')}{list(one.shape)}, strides {list(one.stride())}"
+        for var, one in zip(expected, results, strict=False)
+        if not _is_as_traced(var, one)
+    ]
+    if rows:
+        raise miscompiled(
+            name,
+            "results of another kind; the state is unchanged.",
+            rows,
+            "The trace tells dtype, shape and strides of each result, for all calls.",
+        )
+
+
+def _is_as_traced(var: Var, result: Tensor) -> bool:
+    spec = var.spec
+    if (result.dtype, result.shape) != (spec.dtype, spec.shape):
+        return False
+    pairs = zip(spec.shape, spec.stride, result.stride(), strict=True)
+    return 0 in (*spec.shape, *spec.stride) or all(size == 1 or one == other for size, one, other in pairs)
+
+
 class Head:
     """A compiled function as an op: its results never alias an argument.
 
@@ -43,9 +84,10 @@ class Head:
       name: Name in the plan's text.
       graph: What to compile.
       compiler: ``compiler(graph_module, example_inputs) -> callable``.
-      metrics: How many of its results leave the step; each of them gets separate memory.
-      count: How many of its results are used.
+      results: The variables of those of its results that are used.
+      metrics: How many of them leave the step; each of these gets separate memory.
       known: Whether the compiler is the built-in one, whose results never alias an argument.
+      program: The program that it is a part of.
 
     Attributes:
       compiled: What the compiler returned; None before.
@@ -53,10 +95,20 @@ class Head:
     """
 
     def __init__(
-        self, name: str, graph: fx.GraphModule, compiler: Compiler, *, metrics: int, count: int, known: bool
+        self,
+        name: str,
+        graph: fx.GraphModule,
+        compiler: Compiler,
+        *,
+        results: Sequence[Var],
+        metrics: int,
+        known: bool,
+        program: Program | None = None,
     ) -> None:
         self.graph, self._name, self._compiler = graph, name, compiler
-        self._metrics, self._count, self._known = metrics, count, known
+        self._results, self._metrics, self._known = results, metrics, known
+        self._program = program
+        self._new = True  # whether it has not run yet
         self.compiled: Callable[..., Any] | None = None
         self.after: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None
 
@@ -72,7 +124,10 @@ class Head:
         assert self.compiled is not None
         with ordinary():
             without_gradients()
-            results = self.compiled(*arguments)[: self._count]
+            results = self.compiled(*arguments)[: len(self._results)]
+        if self._new:
+            refuse_other_results(self._name, self._results, results, self._program)
+            self._new = False
         taken = set() if self._known else {storage_key(one) for one in arguments}
         apart = []
         for position, result in enumerate(results):

@@ -79,8 +79,7 @@ class PartsPlan:
         compile_it = self._compiler or partial(
             by_inductor, self._program.function, on_host=on_host, small=False, in_order=False
         )
-        results = len(first.outputs)
-        head = Head(name, graph, compile_it, metrics=first.metrics, count=results, known=known)
+        head = Head(name, graph, compile_it, results=first.outputs, metrics=first.metrics, known=known)
         self._heads[head] = first
         for one in alike:
             yield one, Instr(head, tuple(one.inputs), {}, one.outputs, (), None)

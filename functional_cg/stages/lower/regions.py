@@ -196,7 +196,7 @@ class RegionsPlan:
         graph = build_graph(part, plan, Entrance([], {}, []), as_traced=True)
         compile_it = compiler or partial(by_inductor, first.name, on_host=on_host, small=False, in_order=True)
         name = first.name.replace(" ", "_")
-        head = Head(name, graph, compile_it, metrics=0, count=len(wanted), known=compiler is None)
+        head = Head(name, graph, compile_it, results=columns[0], metrics=0, known=compiler is None)
         self._heads[head] = part
         for one, column in zip(alike, columns, strict=True):
             yield one, Instr(head, tuple(one.inputs), {}, column, (), None)

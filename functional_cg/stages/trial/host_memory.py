@@ -1,15 +1,13 @@
-"""Host memory in which values of a GPU wait while a run needs the memory of the GPU for others."""
+"""Host memory in which values wait while a run needs the memory of the device for others."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...concurrency.driver import done, driver, importable
 from ..program import Var
 
 __all__ = ["HostMemory"]
@@ -18,16 +16,10 @@ _Layout = tuple[Var, int, torch.dtype, Any, Any, Any]  # storage, shape, strides
 
 
 class HostMemory:
-    """Keeps the storages of values, byte by byte, so that views of one storage come back as views of one.
-
-    Copies are ordered by the stream, as all calls of a run are. The blocks serve one run after another. They are pinned
-    here, since those that torch pins stay with the process.
-    """
+    """Keeps the storages of values, byte by byte, so that views of one storage come back as views of one."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[Tensor]] = {}
-        self._kept: dict[int, tuple[list[tuple[Tensor, torch.device]], list[_Layout]]] = {}
-        self._pinned: list[tuple[Any, torch.device]] = []  # addresses, and whose copies use them
+        self._kept: dict[int, tuple[list[Tensor], torch.device, list[_Layout]]] = {}
 
     def put(self, values: Sequence[tuple[Var, Tensor]]) -> None:
         """Copy the storages of values to the host.
@@ -41,57 +33,16 @@ class HostMemory:
             (var, places[id(one.untyped_storage())], one.dtype, one.shape, one.stride(), one.storage_offset())
             for var, one in values
         ]
-        blocks = []
-        for storage in storages.values():
-            source = _flat(storage)
-            block = self._block(len(source), source.device)
-            block.copy_(source, non_blocking=True)
-            blocks.append((block, source.device))
-        self._kept[values[0][0].storage] = blocks, layouts
+        var, first = values[0]
+        blocks = [_flat(storage).to("cpu", copy=True) for storage in storages.values()]
+        self._kept[var.storage] = blocks, first.device, layouts
 
     def take(self, storage: int) -> Iterable[tuple[Var, Tensor]]:
-        """Return the values of a storage, in new memory of their device."""
-        blocks, layouts = self._kept.pop(storage)
-        memory = []
-        for block, device in blocks:
-            mine = torch.empty(len(block), dtype=torch.uint8, device=device)
-            memory.append(mine.copy_(block, non_blocking=True).untyped_storage())
-        self._release(blocks)
+        """Return the values of a storage, in new memory of their device; none if they are not here."""
+        blocks, device, layouts = self._kept.pop(storage, ([], torch.device("cpu"), []))
+        memory = [block.to(device).untyped_storage() for block in blocks]
         for var, place, dtype, shape, stride, offset in layouts:
-            empty = torch.empty(0, dtype=dtype, device=blocks[place][1])
-            yield var, empty.set_(memory[place], offset, shape, stride)
-
-    def end_run(self) -> None:
-        """Forget what a run has set aside and not read again."""
-        for blocks, _ in self._kept.values():
-            self._release(blocks)
-        self._kept.clear()
-
-    def free(self) -> None:
-        """Give all memory back, once the device has done with it."""
-        self._free.clear()
-        self._kept.clear()
-        while self._pinned:
-            address, device = self._pinned.pop()
-            torch.cuda.synchronize(device)
-            done(driver(), driver().cuMemFreeHost(address))
-
-    def _release(self, blocks: Iterable[tuple[Tensor, torch.device]]) -> None:
-        for block, _ in blocks:
-            self._free.setdefault(len(block), []).append(block)
-
-    def _block(self, nbytes: int, device: torch.device) -> Tensor:
-        known = self._free.get(nbytes)
-        if known:
-            return known.pop()
-        if device.type == "cuda" and nbytes and importable("cuda.bindings"):
-            error, address = driver().cuMemAllocHost(nbytes)
-            if error == driver().CUresult.CUDA_SUCCESS:
-                self._pinned.append((address, device))
-                return torch.frombuffer(
-                    (ctypes.c_uint8 * nbytes).from_address(int(address)), dtype=torch.uint8
-                )
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # copied more slowly, and that is all
+            yield var, torch.empty(0, dtype=dtype, device=device).set_(memory[place], offset, shape, stride)
 
 
 def _flat(storage: torch.UntypedStorage) -> Tensor:

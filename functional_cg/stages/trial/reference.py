@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -11,27 +12,23 @@ from torch import Tensor
 
 from ...messages.source import Location
 from ..layouts import laid_out, unsure
-from ..lifetimes import peak_bytes, storage_bytes
+from ..lifetimes import last_uses, peak_bytes, storage_bytes
 from ..passes.fused import at_places, group_size
-from ..passes.min_cut import Forward, recomputed
 from ..plan import Buffers, evaluate, quiet
 from ..program import Instr, Program, Var, live, written_storages
 from ..template import calls_of
 from .host_memory import HostMemory
-from .remat_plan import Action, in_order, within
-from .row_blocks import in_blocks
 from .ulps import Shaker, decides
 from .unchecked import Unchecked
 
-__all__ = ["Output", "Reference"]
+__all__ = ["Output", "Reference", "Watch"]
+
+# Gets each call of a run, with what it makes.
+Watch = Callable[[Instr, Sequence[tuple[Var, Tensor]]], None]
 
 _library = torch.library.Library("fcg", "FRAGMENT")
 _library.define("shown(Tensor value) -> ()")
 _SHOWN = torch.ops.fcg.shown.default  # marks where a run hands an output to its observer
-
-_FEW = 2**10  # smaller values than this part of the room are not worth recomputing
-# Pairs (part, blocks) to try: values of at least room / part bytes are divided into so many blocks.
-_DIVISIONS = ((8, 8), (16, 16), (64, 16), (64, 64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +66,11 @@ class Reference:
         self.outputs = [*outputs] or [Output(name, var) for name, var in program.named_results()]
         self.outputs += [Output(name, new, i) for i, (name, old, new) in enumerate(leaves) if old is not new]
         self._turned: dict[Instr, Collection[Var]] = {}  # results that may lie in other strides, by call
-        self._host = HostMemory()
+        self._aside: Mapping[
+            int, Sequence[int]
+        ] = {}  # what waits on the host, by the call before which it goes
 
-    @cached_property  # like the other two: a step that is not compiled needs none of them
-    def _actions(self) -> list[Action]:
-        return in_order(self._instrs)
-
-    @cached_property
-    def _written(self) -> set[int]:
-        written = written_storages(self._instrs)
-        return {i for i, c in enumerate(self.program.constants) if c.var.storage in written}
-
-    @cached_property
+    @cached_property  # like those below: a step that is not compiled needs none of them
     def _instrs(self) -> list[Instr]:
         """The calls that outputs need, with a call that shows each output after the last write to it."""
         instrs, _ = live(calls_of(self.program.instrs), [out.var for out in self.outputs])
@@ -95,38 +85,58 @@ class Reference:
         calls = [call for number, instr in enumerate(instrs) for call in (instr, *shown.get(number, ()))]
         return [*shown.get(-1, ()), *calls]
 
-    def run(self, buffers: Buffers, see: Callable[[int, Tensor], None], shaker: Shaker | None = None) -> None:
+    @cached_property
+    def _dead(self) -> dict[int, list[Var]]:
+        return last_uses(self._instrs, ())
+
+    @cached_property
+    def _written(self) -> set[int]:
+        written = written_storages(self._instrs)
+        return {i for i, c in enumerate(self.program.constants) if c.var.storage in written}
+
+    @cached_property
+    def _sizes(self) -> dict[int, int]:
+        """Bytes of each storage that a run makes."""
+        static = {var.storage for var in self._bound_vars()}
+        return {one: size for one, size in storage_bytes(self._instrs).items() if one not in static}
+
+    def run(
+        self,
+        buffers: Buffers,
+        see: Callable[[int, Tensor], None],
+        shaker: Shaker | None = None,
+        watch: Watch | None = None,
+    ) -> None:
         """Run the program once.
 
         Args:
           buffers: Slots, inputs and constants.
           see: Called as ``see(number, value)`` once per output, in any order; it must not keep the value.
           shaker: Perturbs the results of calls by ulps.
+          watch: Called for each call with what it makes.
         """
         numbers: dict[Var, list[int]] = {}
         for number, out in enumerate(self.outputs):
             numbers.setdefault(out.var, []).append(number)
-        values = self._bound(buffers)
+        values, host = self._bound(buffers), HostMemory()
         static = frozenset(values)
         with quiet():
-            for action in self._actions:
-                for var in action.forget:
-                    del values[var]
-                for group in action.aside:
-                    self._host.put([(var, values.pop(var)) for var in group])
-                if action.back:
-                    values.update(self._host.take(action.back[0].storage))
-                if action.instr is not None and action.instr.op is _SHOWN:
-                    (var,) = action.instr.inputs()
+            for place, instr in enumerate(self._instrs):
+                for storage in self._aside.get(place, ()):
+                    host.put([(var, values.pop(var)) for var in list(values) if var.storage == storage])
+                if self._aside:
+                    for var in instr.inputs():
+                        values.update(host.take(var.storage))
+                if instr.op is _SHOWN:
+                    (var,) = instr.inputs()
                     for number in numbers[var]:
                         see(number, values[var])
-                elif action.instr is not None:
-                    self._call(action.instr, values, static, shaker)
-        self._host.end_run()
-
-    def free(self) -> None:
-        """Give back the host memory that runs have taken."""
-        self._host.free()
+                elif watch is None:
+                    self._call(instr, values, static, shaker)
+                else:  # no name is bound to what is made: it would stay for another call
+                    watch(instr, self._call(instr, values, static, shaker))
+                for var in self._dead.get(place, ()):
+                    values.pop(var, None)
 
     def made(self, metrics: Iterable[Tensor], slots: Sequence[Tensor]) -> list[Tensor]:
         """Return the outputs of a plan that has run, in the order of :attr:`outputs`.
@@ -139,42 +149,53 @@ class Reference:
         return [next(rest) if out.slot is None else slots[out.slot] for out in self.outputs]
 
     def fit(self, room: int, *, host: int = 0) -> int:
-        """Make runs fit into the given memory, buffers not counted, by rematerialization and host memory if needed.
+        """Make runs fit into the given memory, buffers not counted: what is needed last waits on the host.
 
         Args:
           room: Bytes.
-          host: Bytes of host memory in which values may wait; :meth:`free` gives it back.
+          host: Bytes of host memory in which values may wait.
         Returns:
-          Peak bytes of a run; more than ``room`` if no order is found that fits.
+          Bytes that are lacking: those of the call that takes most, or of what would have to wait.
         """
-        static = {var.storage for var in self._bound_vars()}
-        sizes = {one: size for one, size in storage_bytes(self._instrs).items() if one not in static}
         beside = max(map(_copied, self._instrs), default=0)
         beside += sum(
             self.program.constants[one].var.spec.nbytes for one in self._written
         )  # runs write copies
-        peak = peak_bytes(self._instrs, (), sizes)
-        if peak + beside <= room:
-            return peak + beside
-        for instrs in self._divided(room):
-            actions = within(instrs, static, room - beside, self._cheap(instrs, room), host)
-            if actions is not None:
-                self._actions = actions
-                return room
-        return peak + beside
+        if peak_bytes(self._instrs, (), self._sizes) + beside <= room:
+            self._aside = {}
+            return 0
+        takes = (sum(self._sizes.get(one, 0) for one in _touched(instr)) for instr in self._instrs)
+        lacking = max(takes, default=0) + beside - room
+        if lacking > 0:
+            return lacking
+        self._aside, waiting = self._set_aside(room - beside)
+        return max(waiting - host, 0)
 
-    def _divided(self, room: int) -> Iterator[Sequence[Instr]]:
-        """Yield the calls as they are, then with large values in ever smaller blocks of rows."""
-        yield self._instrs
-        for part, blocks in _DIVISIONS:
-            yield in_blocks(self._instrs, room // part, blocks)
+    def _set_aside(self, room: int) -> tuple[dict[int, list[int]], int]:
+        """Return which storages leave the device before which calls, and the bytes that wait at a time.
 
-    def _cheap(self, instrs: Sequence[Instr], room: int) -> set[int]:
-        """Return the storages that a backward recomputes which keeps as few bytes as possible."""
-        program = replace(self.program, instrs=[*instrs])
-        forward = Forward.of(program)
-        (choice,) = recomputed(program, forward, prices=(0.0,), large=room // _FEW)
-        return choice.again
+        Source: Belady 1966, "A study of replacement algorithms for a virtual-storage computer".
+        """
+        uses: dict[int, list[int]] = {}
+        for place, instr in enumerate(self._instrs):
+            for storage in _touched(instr):
+                if storage in self._sizes:
+                    uses.setdefault(storage, []).append(place)
+        here, waiting, most = set[int](), set[int](), 0
+        aside: dict[int, list[int]] = {}
+        for place, instr in enumerate(self._instrs):
+            needed = _touched(instr) & uses.keys()
+            waiting -= needed
+            here |= needed
+            while sum(self._sizes[one] for one in here) > room:
+                next_use = {one: uses[one][bisect_right(uses[one], place)] for one in here - needed}
+                latest = max(next_use, key=next_use.__getitem__)
+                aside.setdefault(place, []).append(latest)
+                here.remove(latest)
+                waiting.add(latest)
+            here -= {one for one in here if uses[one][-1] <= place}
+            most = max(most, sum(self._sizes[one] for one in waiting))
+        return aside, most
 
     def raises_at(self, buffers: Buffers) -> Location | None:
         """Return the user's line whose call raises on these buffers; None if no call raises."""
@@ -204,7 +225,8 @@ class Reference:
 
     def _call(
         self, instr: Instr, values: dict[Var, Tensor], static: Iterable[Var], shaker: Shaker | None
-    ) -> None:
+    ) -> list[tuple[Var, Tensor]]:
+        """Run a call, and return what it makes."""
         given = values
         if shaker is not None:
             instr, moved = shaker.scalars(instr), shaker.arguments(instr, values)
@@ -216,10 +238,16 @@ class Reference:
         made = [
             (var, laid_out(one, var.spec.stride) if var in turned else one)
             for var, one in _assigned(instr.out, result)
+            if var not in static
         ]
-        values.update((var, tensor) for var, tensor in made if var not in static)
+        values.update(made)
         if shaker is not None:
-            shaker.results(instr, [(var, tensor) for var, tensor in made if var not in static])
+            shaker.results(instr, made)
+        return made
+
+
+def _touched(instr: Instr) -> set[int]:
+    return {var.storage for var in (*instr.inputs(), *instr.outputs())}
 
 
 def _leaf_by_leaf(instr: Instr) -> list[Instr]:

@@ -45,6 +45,14 @@ class Distance:
     def times(self, factor: float) -> Distance:
         return Distance(self.norm * factor, self.greatest * factor)
 
+    def over(self, size: Distance) -> Distance:
+        """Return this distance as a part of a magnitude."""
+        return Distance(self.norm / (size.norm or 1.0), self.greatest / (size.greatest or 1.0))
+
+    def by(self, size: Distance) -> Distance:
+        """Return such a part of a magnitude."""
+        return Distance(self.norm * size.norm, self.greatest * size.greatest)
+
     def or_more(self, other: Distance) -> Distance:
         return Distance(max(self.norm, other.norm), max(self.greatest, other.greatest))
 

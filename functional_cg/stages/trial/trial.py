@@ -1,15 +1,13 @@
 """Try a compiled plan on real values before it may commit: does it compute what the program says?
 
-The plan is compared with the program as traced, run call by call (:mod:`functional_cg.stages.trial.judge`).
-
-Two steps are compared, the second starting from the result of the first. The first alone hides errors: a learning rate
-in warm-up is zero, an average equals the value averaged, and a write that comes too early goes unnoticed.
+The plan is compared with the program as traced, run call by call (:mod:`.judge`): in the first call on its values and
+on others made from them (:mod:`.variants`), and at later calls on the values that they have by then.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,11 +16,12 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from ...errors import FunctionalCGError
 from ..plan import Buffers, ExecutionPlan, quiet
 from ..program import Program
 from .judge import Difference, Judge
 from .reference import Output, Reference
-from .sketch import Distance
+from .variants import KINDS, OVERFLOW, Finite, overflows
 
 __all__ = ["Certificate", "See", "Space", "Trial", "TrialOfFunctions"]
 
@@ -30,6 +29,8 @@ __all__ = ["Certificate", "See", "Space", "Trial", "TrialOfFunctions"]
 See = Callable[[Program, Sequence[Tensor], Sequence[Tensor]], None]
 
 _log = logging.getLogger("functional_cg")
+_GROSS = 8.0  # times as much as rounding explains is a mistake on values that nobody asked for
+_SHOWN = 4  # calls named in a certificate
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,18 @@ class Certificate:
       certified: Whether it was compared and computes the same.
       why_not: Why it was not compared.
       share: The largest difference, as a fraction of what rounding explains.
+      calls: The calls at which it was compared.
     """
 
     certified: bool
     why_not: str = ""
     share: float = 0.0
+    calls: tuple[int, ...] = (1,)
+
+    def also(self, call: int, share: float) -> Certificate:
+        """Return a certificate for one more call."""
+        before = self.calls if self.certified else ()
+        return Certificate(certified=True, share=max(self.share, share), calls=(*before, call))
 
     def __str__(self) -> str:
         if not self.certified:
@@ -52,7 +60,11 @@ class Certificate:
         found = (
             f"differences come to {self.share:.0%} of what rounding explains" if self.share else "bit by bit"
         )
-        return f"certified: on the values of the first call it computes what its calls do one by one; {found}"
+        named = [f"{call:,}" for call in self.calls]
+        if len(named) > _SHOWN:
+            named = [*named[: _SHOWN - 1], "…", named[-1]]
+        calls = f"calls {', '.join(named)}" if self.calls != (1,) else "the first call"
+        return f"certified: on the values of {calls} it computes what its calls do one by one; {found}"
 
 
 class Space(Protocol):
@@ -60,12 +72,18 @@ class Space(Protocol):
 
     Attributes:
       buffers: The buffers.
+      ample: Whether there is memory on the device for whatever is kept.
     """
 
     buffers: Buffers
+    ample: bool
 
-    def reset(self, only: Sequence[bool] | None = None) -> None:
-        """Restore the values of the call in the slots, or in some of them."""
+    def reset(self) -> None:
+        """Restore the values of the call."""
+        ...
+
+    def vary(self, kind: str) -> None:
+        """Put other values in the buffers, made from those of the call."""
         ...
 
     def room(self) -> int | None:
@@ -101,9 +119,6 @@ class Trial:
     def __init__(self, reference: Reference, plan: ExecutionPlan, together: Callable[[bool], bool]) -> None:
         self._reference, self._plan, self._together = reference, plan, together
         self._judge = Judge(reference, together)
-        self._ahead = 0  # steps of the plan that the slots have taken
-        self._indices = [not free for free in reference.unchecked.slots]
-        self._advances = any(out.slot is not None for out in reference.outputs)
         self.lacking, self.share = 0, 0.0
 
     def rehearse(self, buffers: Buffers, scratch: Sequence[Tensor]) -> None:
@@ -126,6 +141,8 @@ class Trial:
             run = self._plan.bind(replace(other, slots=scratch))
             try:
                 run(())
+            except FunctionalCGError:
+                raise
             except Exception as error:  # CPU kernels may refuse zeros, such as a singular matrix
                 _log.debug("not rehearsed: %s", error)
 
@@ -135,61 +152,79 @@ class Trial:
         Args:
           space: The buffers that the plan and the program run on.
         """
-        try:
-            return self._differences(space)
-        finally:
-            self._reference.free()
-
-    def _differences(self, space: Space) -> list[Difference]:
-        room = space.room()
-        if room is not None and self._lacks(room, space.host()):
+        if self._lacks(space):
             return []
-        for steps in (0, 1):
-            back = partial(self._go_to, steps, space)
-            back()
-            wrong = self._judge.limits(partial(self._made, space), space.buffers, back)
-            self.share = self._judge.share
+        make, usual = partial(self._made, space), Finite()
+        self._judge.expect(space.buffers, on_host=not space.ample, watch=usual)
+        wrong = self._judge.limits(make(), space.buffers, space.reset)
+        if self._together(bool(wrong)):
+            space.reset()
+            return self._judge.described(wrong, make, space.buffers)
+        self.share, known = self._judge.share, usual.ends()
+        for kind in self._kinds():
+            judge, finite, again = Judge(self._reference, self._together), Finite(), partial(space.vary, kind)
+            again()
+            try:
+                judge.expect(space.buffers, on_host=not space.ample, watch=finite)
+            except Exception as error:  # a kernel refuses the values
+                _log.debug("not compared on %s values: %s", kind, error)
+                known_to_end = False
+            else:
+                known_to_end = finite.ends() <= known
+            if self._together(not known_to_end):
+                continue
+            wrong = judge.limits(make(), space.buffers, again, times=_GROSS)
             if self._together(bool(wrong)):
-                return self._described(wrong, space, back)
-            if not self._advances:
-                break
+                again()
+                return judge.described(wrong, make, space.buffers)
         return []
 
-    def _go_to(self, steps: int, space: Space) -> None:
-        """Have the slots hold what they hold after so many steps of the plan, each of which was found right.
+    def again(
+        self, space: Space, run: Callable[[], Sequence[Tensor]]
+    ) -> tuple[Sequence[Tensor], list[Difference]]:
+        """Compare what a run makes of the values in the buffers; return its metrics, and the differences.
 
-        Slots that may not hold any value stay as they are: nobody asked for a second step, and an index may then be
-        behind the end of its table.
+        If there are none, the slots hold what the run has made of them.
+
+        Args:
+          space: The buffers.
+          run: Runs the plan and returns the metrics, which a later run may overwrite.
         """
-        if self._ahead != steps:
-            space.reset()
-            self._ahead = 0
-            for _ in range(steps):
-                self._made(space)
-        if steps:
-            space.reset(self._indices)
+        restored = False
 
-    def _lacks(self, room: int, host: int) -> bool:
-        takes = self._reference.fit(room, host=host)
-        if not self._together(takes > room):
-            return False
-        self.lacking = max(takes - room, 1)
-        return True
+        def back() -> None:
+            nonlocal restored
+            space.reset()
+            restored = True
+
+        def made() -> Sequence[Tensor]:
+            return self._reference.made(run(), space.buffers.slots)
+
+        if self._lacks(space):
+            return run(), []
+        self._judge.expect(space.buffers, on_host=not space.ample)
+        metrics = run()
+        wrong = self._judge.limits(self._reference.made(metrics, space.buffers.slots), space.buffers, back)
+        self.share = self._judge.share
+        if self._together(bool(wrong)):
+            space.reset()
+            return (), self._judge.described(wrong, made, space.buffers)
+        return (run() if restored else metrics), []
+
+    def _kinds(self) -> Sequence[str]:
+        return (*KINDS, OVERFLOW) if self._together(overflows(self._reference.program)) else KINDS
+
+    def _lacks(self, space: Space) -> bool:
+        room = space.room()
+        lack = 0 if room is None else self._reference.fit(room, host=space.host())
+        self.lacking = max(lack, 1) if self._together(lack > 0) else 0
+        return bool(self.lacking)
 
     def _made(self, space: Space) -> list[Tensor]:
         """Run the plan and return its outputs, in memory that the next run overwrites."""
         with quiet():
             metrics = self._plan.bind(space.buffers)(())
-        self._ahead += 1
         return self._reference.made(metrics, space.buffers.slots)
-
-    def _described(
-        self, wrong: Mapping[int, Distance], space: Space, back: Callable[[], None]
-    ) -> list[Difference]:
-        """Describe the wrong outputs; runs both the plan and the program once more."""
-        back()
-        expected = self._judge.expected(wrong, space.buffers)
-        return self._judge.described(wrong, self._made(space), expected)
 
 
 class TrialOfFunctions(Trial):
@@ -200,24 +235,44 @@ class TrialOfFunctions(Trial):
     """
 
     def differences(self, space: Space) -> list[Difference]:
+        found = self._compared(space, times=1.0)
+        if self._together(bool(found)) or self.lacking:
+            return found
+        for kind in self._kinds():
+            space.vary(kind)
+            found = self._compared(space, times=_GROSS)
+            if self._together(bool(found)):
+                return found
+        return []
+
+    def again(
+        self, space: Space, run: Callable[[], Sequence[Tensor]]
+    ) -> tuple[Sequence[Tensor], list[Difference]]:
+        found = self._compared(space, times=1.0)
+        space.reset()
+        return (() if found else run()), found
+
+    def _compared(self, space: Space, *, times: float) -> list[Difference]:
         found: list[Difference] = []
         lacks: dict[Program, int] = {}  # 0 for what was compared
 
         def see(part: Program, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> None:
             outputs = [Output(f"{part.function}  {var.spec}", var) for var in part.outputs]
             reference, room = Reference(replace(part, outputs=[]), outputs), space.room()
-            lack = 0 if room is None else max(reference.fit(room, host=space.host()) - room, 0)
+            lack = 0 if room is None else reference.fit(room, host=space.host())
             lacks[part] = min(lack, lacks.get(part, lack))
-            if not lack:
-                judge = Judge(reference, lambda flag: flag)
-                found.extend(judge.differences(results, Buffers((), arguments, ())))
-                self.share = max(self.share, judge.share)
+            if lack or (times > 1.0 and not all(map(_is_finite, (*arguments, *results)))):
+                return
+            judge = Judge(reference, lambda flag: flag)
+            found.extend(judge.differences(results, Buffers((), arguments, ()), times=times))
+            self.share = max(self.share, judge.share)
 
         with cast("Shown", self._plan).watched(see):
             self._made(space)
-        if self._together(bool(found)):
-            return found
         lack = max(lacks.values(), default=0)
-        if self._together(lack > 0):
-            self.lacking = max(lack, 1)
-        return []
+        self.lacking = max(lack, 1) if self._together(lack > 0) else 0
+        return found
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())

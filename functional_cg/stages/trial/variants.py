@@ -1,0 +1,100 @@
+"""Other values for a comparison: what the first batch does not show, made from it.
+
+A gate that is closed in the first call (a hinge, a clip, a condition on the number of steps) hides what is behind it,
+products with ones and zeros hide where they round, and what does not overflow hides where it would. So a plan is
+compared again on values like the first ones, with other signs, sizes and counts. Only slots and inputs that may hold
+any value are changed, and a run in which single precision overflows proves nothing: its calls' order decides that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..program import Instr, Program, Var
+
+__all__ = ["KINDS", "OVERFLOW", "Finite", "overflows", "vary"]
+
+KINDS = ("positive", "negative", "large")
+OVERFLOW = "overflow"
+
+_HALF = frozenset({torch.float16, torch.bfloat16})
+_SMALL = 0.01  # the size of numbers in place of zeros
+_COUNT = 1000  # steps that counters are ahead
+_HUGE = 2.0**17  # the largest number of float16 is 65,504
+
+
+def overflows(program: Program) -> bool:
+    """Whether a program has numbers that overflow where those of single precision do not."""
+    return any(var.spec.dtype is torch.float16 for instr in program.instrs for var in instr.outputs())
+
+
+def vary(tensor: Tensor, kind: str, seed: int, *, leaf: bool) -> None:
+    """Overwrite a tensor with numbers made from its own.
+
+    Args:
+      tensor: The tensor.
+      kind: Of :data:`KINDS`, or :data:`OVERFLOW`.
+      seed: Says which numbers: on all ranks the same for the same leaf.
+      leaf: Whether it is a slot: if all of its numbers are positive, as an optimizer's squares are, they stay so.
+    """
+    if tensor.dtype is torch.bool:
+        tensor.copy_({"positive": tensor | True, "negative": tensor & False}.get(kind, ~tensor))
+    elif not (tensor.is_floating_point() or tensor.is_complex()):
+        if kind != OVERFLOW:
+            tensor.add_(
+                {"positive": min(_COUNT, torch.iinfo(tensor.dtype).max // 4), "negative": 3}.get(kind, 1)
+            )
+    elif tensor.itemsize > 1 and tensor.numel():
+        generator = torch.Generator(tensor.device).manual_seed(seed)
+        wide = tensor.real.dtype if tensor.is_complex() else tensor.dtype
+        some = torch.rand(tensor.shape, generator=generator, device=tensor.device, dtype=torch.float32).to(
+            wide
+        )
+        tensor.copy_(_numbers(tensor, kind, some, leaf=leaf))
+
+
+def _numbers(old: Tensor, kind: str, some: Tensor, *, leaf: bool) -> Tensor:
+    if kind == OVERFLOW:
+        by_itself = leaf or old.dtype in _HALF or not old.dim()
+        return old if by_itself else old * (_HUGE / old.abs().max().clamp(min=1.0))
+    if leaf and not old.dim():  # a rate or a decay
+        return old * (1.0 - some / 4)
+    if kind == "large" or old.is_complex():
+        return old * (1.0 + some) * (1.0 if leaf else 16.0)
+    size = torch.where(old == 0, _SMALL, old.abs()) * (1.0 + some) * (2.0 if leaf else 8.0)
+    signed = bool((old < 0).any()) if leaf else True
+    return -size if kind == "negative" and signed else size
+
+
+class Finite:
+    """Watches which calls make numbers that are not finite out of finite ones, in single or double precision."""
+
+    def __init__(self) -> None:
+        self._flags: list[Tensor] = []
+        self._flag_of: dict[Var, int] = {}
+        self._rows: list[tuple[Sequence[int], Sequence[int]]] = []
+
+    def __call__(self, instr: Instr, made: Sequence[tuple[Var, Tensor]]) -> None:
+        read, wide = [self._flag_of[var] for var in instr.inputs() if var in self._flag_of], []
+        for var, tensor in made:
+            if tensor.is_floating_point() or tensor.is_complex():
+                self._flag_of[var] = len(self._flags)
+                wide += [len(self._flags)] if tensor.itemsize > 2 else []
+                self._flags.append(tensor.isfinite().all())
+        self._rows.append((read, wide))
+
+    def ends(self) -> set[int]:
+        """Return the numbers of these calls."""
+        known = (
+            torch.stack([one.to(self._flags[0].device) for one in self._flags]).tolist()
+            if self._flags
+            else []
+        )
+        return {
+            number
+            for number, (read, made) in enumerate(self._rows)
+            if all(known[one] for one in read) and not all(known[one] for one in made)
+        }
