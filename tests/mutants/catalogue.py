@@ -827,9 +827,9 @@ MUTANTS = (
     ),
     Mutant(
         "N78",
-        "a view of what is there as a whole is divided, and joined again beside it",
-        (("                rule = None  # a view of what", "                pass  # a view of what"),),
-        (f"{TRIAL}test_a_view_of_a_large_input_is_no_copy_of_it",),
+        "copies of constants that a step writes take no memory",
+        (("        beside += sum(\n", "        _ = sum(\n"),),
+        (f"{TRIAL}test_copies_of_constants_that_are_written_count",),
         no_gpu="the plan is made on the host",
     ),
     Mutant(

@@ -13,7 +13,8 @@ MODES = "tests/test_kernel_modes.py::"
 HALF = "tests/test_half_precision.py::"
 SIGNS = "tests/test_signs.py::"
 PRODUCTS = "tests/test_cumulative.py::"
-REMAT = "tests/test_remat_plan.py::"
+TRIAL = "tests/test_trial.py::"
+EXACT = "tests/test_exact_programs.py::"
 NO_GPU = "decided on the host, the same on every device"
 
 SILENT = (
@@ -303,26 +304,16 @@ SILENT = (
     ),
     Mutant(
         "N201",
-        "a value is recomputed together with one that has been written since, which is then as it was before",
-        (
-            (
-                "var.storage in self._stays for var in (*self._inputs[instr], *self._outputs[instr])",
-                "var.storage in self._stays for var in self._inputs[instr]",
-            ),
-        ),
-        (f"{REMAT}test_in_less_memory_each_call_reads_the_same",),
-        no_gpu="the plan is made on the host",
+        "a compiler runs a write in place in memory with stride 0",
+        (("(_overlaps(argument) or _reads_again(call, argument))", "(_reads_again(call, argument))"),),
+        (f"{EXACT}test_programs_with_gates_compiled",),
+        gpu=(f"{EXACT}test_programs_with_gates_compiled",),
     ),
     Mutant(
         "N202",
-        "what a call makes again is in memory twice, and counts once",
-        (
-            (
-                "- {var.storage for var in self._inputs[instr]}\n        for storage in new:",
-                "- self._there.keys()\n        for storage in ():",
-            ),
-        ),
-        (f"{REMAT}test_in_less_memory_each_call_reads_the_same",),
+        "what waits on the host takes no memory there",
+        (("        return max(waiting - host, 0)\n", "        return 0\n"),),
+        (f"{TRIAL}test_a_net_in_half_of_the_memory",),
         no_gpu="the plan is made on the host",
     ),
     Mutant(
@@ -410,5 +401,33 @@ SILENT = (
         ),
         ("tests/test_watch.py::test_what_a_copy_of_the_users_object_reads_is_watched[CopiedWithHelp]",),
         no_gpu="Python alone is followed",
+    ),
+    Mutant(
+        "N211",
+        "a part of a value is replaced in place by another part of the same memory",
+        (("(_overlaps(argument) or _reads_again(call, argument))", "(_overlaps(argument))"),),
+        (f"{EXACT}test_programs_with_gates_compiled",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N212",
+        "a compiled step is compared on the values of its first batch alone",
+        (("        for kind in self._kinds():\n            judge,", "        for kind in ():\n            judge,"),),
+        (f"{TRIAL}test_what_the_first_batch_does_not_show_is_found_in_the_first_call",),
+        no_gpu="the trial is the same on every device",
+    ),
+    Mutant(
+        "N213",
+        "a compiled step is compared in its first call alone",
+        (("        if self._calls != self._due:\n", "        if True:\n"),),
+        (f"{TRIAL}test_a_compiled_step_that_goes_wrong_later_is_refused_before_its_state_counts",),
+        no_gpu="the trial is the same on every device",
+    ),
+    Mutant(
+        "N214",
+        "a result of another dtype than that of eager becomes a leaf",
+        (("    if rows:\n        raise miscompiled(\n", "    if False:\n        raise miscompiled(\n"),),
+        (f"{TRIAL}test_a_result_of_another_dtype_is_refused_before_anything_counts",),
+        no_gpu="told from the trace",
     ),
 )

@@ -169,7 +169,7 @@ def _copy_into_concatenations(graph: fx.Graph) -> None:
 
 def _copy_what_overlaps(graph: fx.Graph) -> None:
     """Give calls that may be run in place in an argument a copy of it where another element lies in the same place."""
-    options = {"memory_format": torch.contiguous_format}
+    options: dict[str, Any] = {"memory_format": torch.contiguous_format}
     for call in list(graph.nodes):
         for argument in call.all_input_nodes if call.op == "call_function" else ():
             if _may_be_in_place(call, argument) and (_overlaps(argument) or _reads_again(call, argument)):

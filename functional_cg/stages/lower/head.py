@@ -73,8 +73,9 @@ def _is_as_traced(var: Var, result: Tensor) -> bool:
     spec = var.spec
     if (result.dtype, result.shape) != (spec.dtype, spec.shape):
         return False
-    pairs = zip(spec.shape, spec.stride, result.stride(), strict=True)
-    return 0 in (*spec.shape, *spec.stride) or all(size == 1 or one == other for size, one, other in pairs)
+    dims = [each for each in zip(spec.shape, spec.stride, result.stride(), strict=True) if each[0] != 1]
+    dense = 1 + sum((size - 1) * step for size, step, _ in dims) == result.numel()
+    return not dense or all(step == other for _, step, other in dims)  # copies of other tensors are made dense
 
 
 class Head:
