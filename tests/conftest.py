@@ -1,4 +1,4 @@
-"""Fixtures and settings of all tests: a hypothesis profile, GPU skips, clean global state, and keys.
+"""Fixtures and settings of all tests: a hypothesis profile, which need a GPU, clean global state, and keys.
 
 ``FCG_HYPOTHESIS_PROFILE`` picks the profile: ``ci`` (the default: the same few examples at each run), ``dev``
 (random ones) or ``thorough`` (many).
@@ -129,16 +129,22 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine has no device for."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what this machine has no device for; ``--collect-only`` lists it all the same."""
+    if config.option.collectonly:
+        return
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for item in items:
-        if gpus < 1 and item.get_closest_marker("cuda"):
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-        several = item.get_closest_marker("multi_gpu")
-        needed = several.args[0] if several and several.args else 2
-        if several and gpus < needed:
-            item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, torch sees {gpus}"))
+    left_out = [item for item in items if _gpus_needed(item) > gpus]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if _gpus_needed(item) <= gpus]
+
+
+def _gpus_needed(item: pytest.Item) -> int:
+    several = item.get_closest_marker("multi_gpu")
+    if several:
+        return several.args[0] if several.args else 2
+    return 1 if item.get_closest_marker("cuda") else 0
 
 
 def pytest_collection_finish() -> None:
