@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom on a CPU, and reproduce their committed output."""
+"""A notebook, in the profile ``thorough`` all, runs from top to bottom on a CPU, and shows what is committed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ pytest.importorskip("ipykernel")
 pytest.importorskip("matplotlib")
 
 from notebooks.run import run  # noqa: E402  (it needs the packages above)
+from tests.shares import share  # noqa: E402
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb"))
 MAX_BYTES = 400_000
@@ -67,7 +68,7 @@ def test_what_is_committed_was_run(path: Path) -> None:
 
 
 @pytest.mark.timeout(400)  # a busy machine takes several times as long
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", share(NOTEBOOKS, len(NOTEBOOKS)), ids=lambda path: path.stem)
 def test_a_notebook_runs_and_shows_what_is_committed(
     path: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
