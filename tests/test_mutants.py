@@ -15,6 +15,7 @@ from tests.mutants.catalogue import MUTANTS
 from tests.mutants.gpu import calibrate
 from tests.mutants.mutant import GENERAL, MAX_LINES, Mutant, StaleMutantError
 from tests.mutants.pipelines import PIPELINES
+from tests.mutants.record import digests, known_dead, read, to_run, write
 from tests.mutants.runner import ROOT, Outcome, collected, general_killers, run
 from tests.shares import THOROUGH
 
@@ -23,10 +24,14 @@ def planted(old: str, new: str, *killers: str) -> Mutant:
     return Mutant("planted", "a planted mutant", ((old, new),), killers)
 
 
-# Those of pipelines start processes, and their tests are few: in the profile ``thorough``.
-@pytest.mark.parametrize(
-    "mutant", [one for one in MUTANTS if THOROUGH or one not in PIPELINES], ids=lambda mutant: mutant.name
-)
+def chosen() -> list[Mutant]:
+    """All in the profile ``thorough``. Those of pipelines start processes, and their tests are few: there alone."""
+    if THOROUGH:
+        return list(MUTANTS)
+    return to_run([one for one in MUTANTS if one not in PIPELINES], ROOT, read())
+
+
+@pytest.mark.parametrize("mutant", chosen(), ids=lambda mutant: mutant.name)
 def test_each_mutant_is_killed(mutant: Mutant, tmp_path: Path) -> None:
     """By the first of its tests; by each of them in the profile ``thorough``."""
     killers = mutant.killers if THOROUGH else mutant.killers[:1]
@@ -34,6 +39,49 @@ def test_each_mutant_is_killed(mutant: Mutant, tmp_path: Path) -> None:
     assert killers
     assert not outcome.surviving(killers), outcome.output
     assert outcome.slips() == []
+
+
+def a_project(root: Path) -> Path:
+    for name, text in (
+        ("functional_cg/one.py", "x = 1\ny = 2\n"),
+        ("tests/test_one.py", "def test_x(): ...\n"),
+    ):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("functional_cg/one.py", "x = 1\ny = 3\n"),
+        ("functional_cg/one.py", "y = 2\n"),
+        ("functional_cg/two.py", "x = 1\n"),
+        ("tests/test_one.py", ""),
+    ],
+    ids=["its file", "its passage", "another place", "its test"],
+)
+def test_what_was_killed_before_a_change_is_not_known_to_be_dead(
+    file: str, text: str, tmp_path: Path
+) -> None:
+    mutants = [planted("x = 1", "x = 2", "tests/test_one.py::test_x")]
+    root, record = a_project(tmp_path), tmp_path / "killed.txt"
+    assert known_dead(mutants, root, read(record)) == []
+    write(digests(mutants, root), record)
+    assert known_dead(mutants, root, read(record)) == mutants
+    assert known_dead([replace(mutants[0], killers=())], root, read(record)) == []
+    (root / file).write_text(text, encoding="utf-8")
+    assert known_dead(mutants, root, read(record)) == []
+
+
+def test_some_of_the_dead_are_killed_again(tmp_path: Path) -> None:
+    mutants = [
+        replace(planted("x = 1", f"x = {n}", "tests/test_one.py::test_x"), name=f"N{n}") for n in range(2, 45)
+    ]
+    root = a_project(tmp_path)
+    killed = digests(mutants[1:], root)
+    assert [one.name for one in to_run(mutants, root, killed)] == ["N2", "N3", "N23", "N43"]
+    assert to_run(mutants, root, {}) == mutants
 
 
 def test_all_are_there() -> None:
@@ -48,7 +96,7 @@ def test_all_are_there() -> None:
         *range(110, 135),
         *range(140, 144),
         150,
-        *range(160, 211),
+        *range(160, 215),
     }
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
     assert {name for mutant in MUTANTS for name in mutant.general} <= set(GENERAL)
@@ -174,7 +222,8 @@ def test_a_slip_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["N99"], ["--gpu", "--jobs", "0"], ["--jobs", "2"], ["--gpu", "--general"]]
+    "arguments",
+    [["N99"], ["--changed", "N1"], ["--gpu", "--jobs", "0"], ["--jobs", "2"], ["--gpu", "--general"]],
 )
 def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

@@ -1,5 +1,7 @@
-"""``python -m tests.mutants [--general | --gpu [--jobs N]] [NAME ...]``: which tests kill which mutant, as a table.
+"""``python -m tests.mutants [--changed | --general | --gpu [--jobs N]] [NAME ...]``: which tests kill which mutant.
 
+Without a name all of them run, and those that die are recorded: the tests of this project run the others, and some of
+these. With ``--changed`` only those run that are not recorded with the sources and tests as they are.
 With ``--general`` the tests are those that draw what they do, and what they notice is compared with the record; this
 takes one to two minutes for each mutant. With ``--gpu`` they are those that need a GPU.
 """
@@ -18,7 +20,9 @@ import torch
 from tests.mutants.catalogue import MUTANTS
 from tests.mutants.gpu import calibrate
 from tests.mutants.mutant import Mutant
-from tests.mutants.runner import general_killers, run
+from tests.mutants.record import digests, known_dead, read
+from tests.mutants.record import write as write_record
+from tests.mutants.runner import ROOT, general_killers, run
 
 
 def write(line: str) -> None:
@@ -66,6 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m tests.mutants")
     names = list(dict.fromkeys(mutant.name.split()[0] for mutant in MUTANTS))
     kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--changed", action="store_true", help="those not recorded as killed as they are")
     kind.add_argument("--general", action="store_true", help="by tests that draw what they do")
     kind.add_argument("--gpu", action="store_true", help="by tests that need a GPU; 0 if all is well, else 1")
     parser.add_argument("--jobs", type=_positive, help="with --gpu: how many mutants at once (default 1)")
@@ -75,24 +80,33 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"unknown {', '.join(unknown)}; choose from {', '.join(names)}")
     if options.jobs and not options.gpu:
         parser.error("--jobs goes with --gpu")
+    if options.changed and options.names:
+        parser.error("--changed chooses by itself")
     chosen = [m for m in MUTANTS if not options.names or m.name.split()[0] in options.names]
     if options.gpu:
         if not torch.cuda.is_available():
             write("--gpu: torch sees no GPU here")
             return 2
         return int(calibrate(chosen, options.jobs or 1, write) > 0)
-    return on_a_cpu(chosen, general=options.general)
+    if options.changed:
+        dead = known_dead(MUTANTS, ROOT, read())
+        chosen = [m for m in MUTANTS if m not in dead]
+    return on_a_cpu(chosen, general=options.general, record=not (options.names or options.general))
 
 
-def on_a_cpu(chosen: Sequence[Mutant], *, general: bool) -> int:
-    """Run the tests that need no GPU."""
+def on_a_cpu(chosen: Sequence[Mutant], *, general: bool, record: bool) -> int:
+    """Run the tests that need no GPU; ``record`` writes down, one by one, which mutants they kill."""
     judge, said = (by_what_is_drawn, "as recorded") if general else (by_its_tests, "killed")
     head = row(Mutant("mutant", "the mistake", (), ()), "", ("by what is drawn",), 0.0)
     write(head.replace("  0.0 s", "   time"))
-    good = 0
+    good, now = 0, digests(MUTANTS, ROOT)
     for mutant in chosen:
         with tempfile.TemporaryDirectory() as folder:
-            good += judge(mutant, Path(folder).resolve())
+            is_good = judge(mutant, Path(folder).resolve())
+        good += is_good
+        if record:
+            killed = {name: digest for name, digest in read().items() if name in now and name != mutant.name}
+            write_record(killed | ({mutant.name: now[mutant.name]} if is_good else {}))
     numbers, drawn = {m.number for m in chosen}, {m.number for m in chosen if m.general}
     write(f"{len(drawn)} of {len(numbers)} designs are noticed by tests that draw what they do")
     write(f"{good} of {len(chosen)} mutants {said}")

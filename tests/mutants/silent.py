@@ -412,7 +412,12 @@ SILENT = (
     Mutant(
         "N212",
         "a compiled step is compared on the values of its first batch alone",
-        (("        for kind in self._kinds():\n            judge,", "        for kind in ():\n            judge,"),),
+        (
+            (
+                "        for kind in self._kinds():\n            judge,",
+                "        for kind in ():\n            judge,",
+            ),
+        ),
         (f"{TRIAL}test_what_the_first_batch_does_not_show_is_found_in_the_first_call",),
         no_gpu="the trial is the same on every device",
     ),
