@@ -1,0 +1,62 @@
+"""A sample of the outside judges, and what their comparison finds. ``python -m tests.judges`` runs the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.judges.document import page
+from tests.judges.judges import JUDGES
+from tests.judges.rows import Row, Verdict, compare
+
+X = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+
+
+@pytest.mark.parametrize(
+    ("got", "why"),
+    [
+        (X.double(), "is float64[2, 3], expected float32[2, 3]"),
+        (X[:1], "is float32[1, 3], expected float32[2, 3]"),
+        (X.T.contiguous().T, "strides (1, 2), expected (3, 1)"),
+        (X.where(X != 6, torch.nan), "inf or NaN in other places"),
+        (X.where(X != 6, torch.inf), "inf or NaN in other places"),
+        (X + 1e-3, "values differ by 1.0e-03, rounding explains 1.1e-05"),
+    ],
+    ids=["dtype", "shape", "strides", "nan", "inf", "values"],
+)
+def test_the_comparison_finds_what_differs(got: torch.Tensor, why: str) -> None:
+    verdict = compare(got, X)
+    assert verdict.outcome == "DIFFERS"
+    assert verdict.why.startswith(why)
+
+
+def test_the_comparison_tells_bits_from_roundings() -> None:
+    assert compare(X.clone(), X).outcome == "equal"
+    assert compare(X.new_zeros(2).neg(), X.new_zeros(2)).outcome == "rounded", "a negative zero"
+    assert compare(X * (1 + 2e-7), X).outcome == "rounded"
+    # The eager run itself is off by 1e-3, so that a step may be.
+    assert compare(X + 1e-3, X, exact=lambda: X.double() - 1e-3).outcome == "rounded"
+    assert compare(X.long() + 1, X.long()).outcome == "DIFFERS"
+    # A view with gaps and an expanded result get memory of their own.
+    assert compare(X[:, :2].clone(), X[:, :2]).outcome == "equal"
+    assert compare(X[:1].expand(2, 3).contiguous(), X[:1].expand(2, 3)).outcome == "equal"
+
+
+def test_the_page_has_every_reason() -> None:
+    rows = [
+        Row("OpInfo", "sin", "aten", "cpu", "2").add(
+            [Verdict("equal"), Verdict("DIFFERS", "float32[0]", "off")]
+        ),
+        Row("OpInfo", "cos", "aten", "cpu", "2").add([Verdict("refused", "float32[0]", "no | yes")]),
+    ]
+    text = page(rows)
+    assert "| OpInfo | cpu | 2 | aten | 2 | 0 (1) | 0 (0) | 0 (0) | 0 (0) | 1 (1) | 1 (1) |" in text
+    assert "| OpInfo | off | `sin float32[0]` |" in text
+    assert "| OpInfo | no \\| yes | `cos` |" in text
+
+
+@pytest.mark.parametrize("case", ["addmm", "expand", "nn.functional.huber_loss"])
+def test_ops_are_as_eager(case: str) -> None:
+    [row] = JUDGES["opinfo"].run(case, "aten", "cpu")
+    assert row.outcome == "equal", row.notes
+    assert row.counts["equal"] > 10
