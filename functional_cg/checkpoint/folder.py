@@ -68,7 +68,11 @@ def values_in(folder: Path, state: Any, function: str) -> dict[str, Tensor]:
             raw, size = flat.view(torch.uint8), slot.dtype.itemsize
             for piece, skip, ours, many in overlaps(name, start, count, slot.dtype, index.pieces[name]):
                 files.read(piece.file, piece.offset + skip * size, raw[ours * size : (ours + many) * size])
-            values[name] = flat.view(slot.shape) if placement is None else Sharded(flat, placement)
+            values[name] = (
+                flat.view(slot.shape)
+                if placement is None
+                else Sharded(flat.view(placement.local_shape), placement)
+            )
     return values
 
 

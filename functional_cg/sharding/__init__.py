@@ -7,6 +7,7 @@ Before the first step:
 
   mesh        lay out all ranks of a run
   zero        shard a state over a mesh: ``TrainState.create(..., sharding=zero(mesh, stage=3))``
+  from_local  leaves of a rank's own pieces, for parallelism written by hand
   pipeline    lay out a loss in stages over an axis of a mesh, and micro-batches over a schedule
 
 Inside of a step:
@@ -35,6 +36,7 @@ from ..shards.mesh import Mesh as Mesh
 from .launch import mesh as mesh
 from .pipelining import pipeline as pipeline
 from .values import fold_in as fold_in
+from .values import from_local as from_local
 from .values import gather as gather
 from .values import local as local
 from .values import mean as mean

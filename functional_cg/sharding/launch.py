@@ -23,7 +23,7 @@ from ..shards.mesh import Axis, Mesh
 from .agreement import Ranks
 from .watchdog import Watchdog
 
-__all__ = ["end_groups", "mesh"]
+__all__ = ["check_mesh", "end_groups", "mesh"]
 
 _LONGEST = 1e6  # seconds, more than a week; torch counts in integers, which have no infinity
 _GRACE = 30.0  # seconds in which what notices a missing rank by itself has raised
@@ -85,6 +85,19 @@ def mesh(
     found = Mesh(_axes(sizes, device, timeout), here, ranks=ranks_here, watchdog=watchdog)
     atexit.register(_end, found.captures, ranks_here, watchdog, ours=ours)
     return found
+
+
+def check_mesh(value: Any, function: str) -> None:
+    """Refuse what is no mesh of this package.
+
+    Raises:
+      TypeError: Naming the function that it was passed to.
+    """
+    if not isinstance(value, Mesh):
+        raise TypeError(
+            f"sharding.{function}: mesh must be made with `fcg.sharding.mesh(...)`, got {type(value).__name__}.\n"
+            'To fix: `mesh = fcg.sharding.mesh({"data": -1})`.'
+        )
 
 
 def _axes(sizes: Mapping[str, int], device: str, timeout: float) -> tuple[Axis, ...]:

@@ -21,14 +21,16 @@ from ..random.arguments import check_key
 from ..shards.collectives import all_reduce
 from ..shards.mesh import Mesh
 from ..shards.peers import among, together
+from ..shards.placement import Placement
 from ..shards.reader import all_of, gathered, whole
 from ..shards.tensor import Sharded
 from ..state.arena import BufferSpec
 from ..state.leaf import as_tensor, owned
 from ..tensors.aten import adds_up
 from ..tree import path_string
+from .launch import check_mesh
 
-__all__ = ["fold_in", "gather", "local", "mean", "state_dict", "sum"]
+__all__ = ["fold_in", "from_local", "gather", "local", "mean", "state_dict", "sum"]
 
 T = TypeVar("T")
 
@@ -82,6 +84,58 @@ def fold_in(key: Tensor) -> Tensor:
     return random.fold_in(key, torch.tensor(mesh.rank, device="cpu").to(key.device))
 
 
+def from_local(mesh: Mesh, tree: T) -> T:
+    """Make leaves of this rank's own pieces, for parallelism that a step writes by hand with collectives of torch.
+
+    In a step, such a leaf is the piece: an ordinary tensor, which any op may read. Collectives of
+    ``torch.distributed._functional_collectives`` run over ``mesh.axes[-1].group``; on one rank there is no group.
+    Leaves that the optimizer or ``torch.zeros_like`` make of a leaf are pieces too. Outside of a step, the leaf has the
+    shape ``[ranks, *piece.shape]``: ``sharding.gather`` returns all pieces, ``sharding.local`` this rank's, and
+    checkpoints hold all of them, for as many ranks.
+
+    The ranks agree before a capture, as for other sharded states. Pieces differ along the last axis of the mesh; leaves
+    beside them, and pieces along the other axis, have to be equal on all ranks, and a step that computes them from this
+    rank's data or piece is refused.
+
+    Args:
+      mesh: A mesh from :func:`mesh`.
+      tree: Pytree of tensors, of equal shapes on all ranks: pad a leaf that does not divide evenly.
+    Returns:
+      The leaves, for ``fcg.place``, for ``TrainState.create(params=...)`` without ``sharding``, or for a step.
+    Raises:
+      LayoutError: If a leaf is no tensor, or is sharded.
+      TypeError: If ``mesh`` is none.
+
+    Example:
+      >>> import torch, functional_cg as fcg
+      >>> mesh = fcg.sharding.mesh({"data": -1})
+      >>> fcg.sharding.from_local(mesh, {"w": torch.ones(2)})["w"].shape
+      torch.Size([1, 2])
+    """
+    check_mesh(mesh, "from_local")
+    flat, treedef = pytree.flatten(tree)
+    flat = [as_tensor(leaf) for leaf in flat]
+    rows = no_tensors(pytree.unflatten(treedef, flat), "tree") or [
+        f"{path_string(path, 'tree')}  expected a piece   got {BufferSpec.of(leaf)}"
+        for path, leaf in zip(treedef.paths(), flat, strict=True)
+        if isinstance(leaf, Sharded)
+    ]
+    if rows:
+        raise LayoutError.of(
+            "",
+            "sharding.from_local: the tree has leaves that are no pieces.",
+            rows=rows,
+            why="A piece is an ordinary tensor that this rank holds.",
+            fix="`sharding.local(leaf)` is this rank's shard of a sharded leaf; leave other values out of the tree.",
+        )
+    pieces = [owned(leaf).detach().to(mesh.device) for leaf in flat]
+    stacked = [
+        Sharded(piece, Placement(mesh, (mesh.shards.size, *piece.shape), sharded=True, stacked=True))
+        for piece in pieces
+    ]
+    return cast("T", pytree.unflatten(treedef, stacked))
+
+
 def gather(tree: T, *, masters: bool = False) -> T:
     """Replace sharded leaves by whole ones; all ranks must call it. Without a mesh, return the tree itself.
 
@@ -124,7 +178,7 @@ def _in_own_dtype(leaf: Any) -> Any:
 
 
 def local(leaf: Tensor) -> Tensor:
-    """Return this rank's shard of a leaf as a vector; a leaf that is not sharded is returned whole.
+    """Return this rank's shard of a leaf as a vector, or its own piece; a leaf that is not sharded is returned whole.
 
     Outside a step, padding is cut off: the last ranks of a small leaf have fewer elements, or none. In a step, the
     padding is zero.
@@ -142,7 +196,7 @@ def local(leaf: Tensor) -> Tensor:
     placement, held = leaf.placement, owned(leaf.local)
     if not placement.partial or inside_a_step():
         return placement.masked(held)
-    return held[: placement.elements].clone()  # type: ignore[no-any-return]
+    return (held[: placement.elements] if placement.padded else held).clone()  # type: ignore[no-any-return]
 
 
 def state_dict(state: Any) -> Mapping[str, Tensor]:

@@ -19,6 +19,7 @@ from ..shards.mesh import Mesh
 from ..shards.placement import Placement, Reading
 from ..shards.tensor import Sharded
 from ..tensors.aten import adds_up
+from .launch import check_mesh
 
 __all__ = ["Zero", "zero"]
 
@@ -138,11 +139,7 @@ def zero(
       ...     params={"w": torch.ones(4)}, optimizer=fcg.optim.sgd(0.1), sharding=fcg.sharding.zero(mesh, stage=3)
       ... )
     """
-    if not isinstance(mesh, Mesh):
-        raise TypeError(
-            f"sharding.zero: mesh must be made with `fcg.sharding.mesh(...)`, got {type(mesh).__name__}.\n"
-            'To fix: `mesh = fcg.sharding.mesh({"data": -1})`.'
-        )
+    check_mesh(mesh, "zero")
     if not isinstance(stage, int) or stage not in (1, 2, 3) or isinstance(stage, bool):
         raise ValueError(
             f"sharding.zero: stage must be 1, 2 or 3, got {stage!r}.\n"

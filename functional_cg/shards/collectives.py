@@ -5,7 +5,7 @@ A trace records them. An axis of one rank has no process group: there, each is t
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed
@@ -25,6 +25,7 @@ __all__ = [
     "from_one",
     "is_collective",
     "reduce_scatter",
+    "result_of",
 ]
 
 _ops = torch.ops._c10d_functional
@@ -76,6 +77,19 @@ def all_reduce(tensor: Tensor, where: Mesh | Axis, op: str = "sum") -> Tensor:
 def is_collective(op: Any) -> bool:
     """Whether an op starts a collective, which runs beside later calls until it is waited for."""
     return op is not WAIT and op._schema.name.startswith("_c10d_functional::")
+
+
+def result_of(op: Any) -> Literal["equal", "gathered", "own", ""]:
+    """Return what ranks get of a collective along its group; "" for any other op.
+
+    All get equal values, or the values of all gathered, or each gets its own part of a sum or an exchange.
+    """
+    if not is_collective(op):
+        return ""
+    if op is GATHER:
+        return "gathered"
+    name = op._schema.name.partition("::")[2]
+    return "equal" if name.startswith(("all_reduce", "all_gather", "broadcast")) else "own"
 
 
 def _wait(tensor: Tensor) -> Tensor:

@@ -88,6 +88,7 @@ class Placement:
       at_rest: Whether the leaf is outside a step, where an op must not start a collective, since one rank may run it
         alone.
       holders: The ranks of a pipeline that hold it; None if all do.
+      stacked: Whether the leaf is the stack of the ranks' own pieces, along its first dimension: a step gets the piece.
     """
 
     mesh: Mesh
@@ -96,6 +97,7 @@ class Placement:
     reading: Reading | None = field(default=None, compare=False)
     at_rest: bool = field(default=False, compare=False)
     holders: Holders | None = None
+    stacked: bool = False
 
     @property
     def numel(self) -> int:
@@ -138,6 +140,8 @@ class Placement:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the tensor that a rank holds."""
+        if self.stacked:
+            return self.shape[1:]
         return (self.length,) if self.partial else self.shape
 
     @property
@@ -160,8 +164,9 @@ class Placement:
         return (vector[: self.numel] if self.padded else vector).view(self.shape)
 
     def own(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a leaf [*shape]: a vector [length]."""
-        return self.pad(whole).narrow(0, self.start, self.length)
+        """Return this rank's part of a leaf [*shape]: a vector [length], or a piece [*shape[1:]]."""
+        part = self.pad(whole).narrow(0, self.start, self.length)
+        return part.view(self.local_shape) if self.stacked else part
 
     def masked(self, local: Tensor, fill: float = 0.0) -> Tensor:
         """Return a shard with its padding replaced by ``fill``, for reductions."""
@@ -176,7 +181,8 @@ class Placement:
 
     def describe(self) -> str:
         """Describe the placement, for specs: ``sharded over data=4``."""
-        over = f"{'sharded' if self.sharded else 'replicated'} over {self.mesh}"
+        how = "stacked" if self.stacked else "sharded" if self.sharded else "replicated"
+        over = f"{how} over {self.mesh}"
         if self.holders is None:
             return over
         axes = ", ".join(f"{axis.name}={axis.size}" for axis in self.mesh.wide)

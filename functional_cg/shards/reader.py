@@ -147,7 +147,7 @@ class Source:
         """Return the whole leaf, in the dtype that a loss reads it in."""
         read, placement = self.held.to(self.reading.param_dtype or self.held.dtype), self.placement
         if placement.sharded and placement.here:
-            read = all_gather(read, placement.mesh.shards)
+            read = all_gather(read.flatten(), placement.mesh.shards)
         if (holders := placement.holders) is None:
             return placement.unpad(read) if placement.sharded else read
         full = placement.unpad(read) if placement.here else read.new_zeros(placement.shape)

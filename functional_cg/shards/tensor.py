@@ -217,7 +217,12 @@ def shard_of(tensor: Tensor, like: Placement) -> Tensor:
     placement = placed(tensor)
     shape = tuple(tensor.shape)
     if placement is not None and placement.partial:
-        if (placement.mesh, shape, placement.holders) == (like.mesh, like.shape, like.holders):
+        if (placement.mesh, shape, placement.holders, placement.stacked) == (
+            like.mesh,
+            like.shape,
+            like.holders,
+            like.stacked,
+        ):
             local: Tensor = tensor.local  # type: ignore[attr-defined]
             if placement.sharded == like.sharded:
                 return local
@@ -282,8 +287,8 @@ def _replicated(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], sourc
 
 
 def _viewed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], source: Sharded) -> Sharded:
-    if func is aten.view.dtype:
-        raise refused(source, f"{func}, its memory as another dtype")
+    if func is aten.view.dtype or source.placement.stacked:
+        raise refused(source, f"{func}, its memory in another form")
     shape = func(torch.empty(source.shape, device="meta"), *args[1:], **kwargs).shape
     old = source.placement
     return Sharded(source.local, replace(old, shape=tuple(shape)))

@@ -131,9 +131,11 @@ def reading_of(specs: Sequence[BufferSpec]) -> Reading:
 
 
 def entered(specs: Sequence[BufferSpec], slots: Sequence[Tensor]) -> list[Tensor]:
-    """Return slots as the user's function sees them."""
+    """Return slots as the user's function sees them; a rank's own piece is an ordinary tensor."""
     return [
-        slot if spec.placement is None else Sharded(slot, replace(spec.placement, at_rest=False))
+        slot
+        if spec.placement is None or spec.placement.stacked
+        else Sharded(slot, replace(spec.placement, at_rest=False))
         for spec, slot in zip(specs, slots, strict=True)
     ]
 
@@ -159,7 +161,11 @@ def left(specs: Sequence[BufferSpec], treedef: Treedef, result: Any) -> Any:
     out = list(leaves)
     for i, (spec, leaf) in enumerate(zip(specs, leaves, strict=True)):
         placement = spec.placement
-        if placement is not None and isinstance(leaf, Tensor) and tuple(leaf.shape) == placement.shape:
+        if placement is None or not isinstance(leaf, Tensor):
+            continue
+        if placement.stacked and not isinstance(leaf, Sharded) and tuple(leaf.shape) == spec.shape:
+            out[i] = Sharded(whole(leaf), placement)
+        elif tuple(leaf.shape) == placement.shape:
             out[i] = Sharded(localized(spec, leaf), placement)
     return pytree.unflatten(treedef, out), metrics
 

@@ -309,7 +309,7 @@ def _refuse(given: Any, params: Any, home: torch.device, *, gathers: bool) -> No
     rows = [
         f"{path_string(path, 'state')}  expected a whole tensor   got {BufferSpec.of(leaf)}"
         for path, leaf in pytree.flatten_with_path(whole)[0]
-        if isinstance(leaf, Sharded) and leaf.placement.partial
+        if isinstance(leaf, Sharded) and leaf.placement.partial and (gathers or not leaf.placement.stacked)
     ]
     if rows:
         raise LayoutError.of(
@@ -338,7 +338,7 @@ def _write_params(slots: Any, params: Any, kind: Any, made: tuple[Init, Tensor] 
     ):
         value = owned(leaf) if made is None else _made(*made, number, path, leaf)
         whole = kind.agreed(value)
-        held(slot).copy_(slot.placement.own(whole) if _is_shard(slot) else whole)
+        held(slot).copy_(slot.placement.own(whole) if _is_shard(slot) else held(whole))
 
 
 def _is_shard(slot: Tensor) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...errors import RankError
-from ...shards.collectives import ALL_REDUCE, GATHER, REDUCE_SCATTER
+from ...shards.collectives import result_of
 from ...shards.mesh import Mesh
 from ...shards.transfers import RECEIVE
 from ...stages.program import Instr, Program, Var
@@ -100,7 +100,7 @@ def refuse_divergence(
             found = {axis: source for axis, source in known.items() if axis not in cut}
             if found:
                 rows.append(f"{name}  differs over {', '.join(found)}, by {next(iter(found.values()))}")
-            elif data:
+            elif data and not _is_stacked(spec):
                 patchworks.append(
                     f"{name}  each shard over {', '.join(data)} by its own {next(iter(data.values()))}"
                 )
@@ -125,6 +125,10 @@ def refuse_divergence(
 
 def _leaves(rows: Sequence[str]) -> str:
     return "a leaf" if len(rows) == 1 else f"{len(rows)} leaves"
+
+
+def _is_stacked(spec: BufferSpec) -> bool:
+    return spec.placement is not None and spec.placement.stacked
 
 
 def _cut(spec: BufferSpec) -> tuple[str, ...]:
@@ -232,10 +236,10 @@ def _followed(
             found = {**found, **known.get(place, {})}
         elif instr.op is RECEIVE:
             found = dict.fromkeys(everywhere, "what another stage sends")
-        elif instr.op is ALL_REDUCE or instr.op is (REDUCE_SCATTER if of_data else GATHER):
-            found.pop(axes[instr.args[-1]], None)
-        elif instr.op is REDUCE_SCATTER:
-            found.setdefault(axes[instr.args[-1]], "the rank's own part of a sum")
+        elif (result := result_of(instr.op)) == "equal" or result == ("own" if of_data else "gathered"):
+            found.pop(axes.get(instr.args[-1], ""), None)
+        elif result == "own":
+            found.setdefault(axes.get(instr.args[-1], "ranks"), "the rank's own part of a sum")
         looked_at = {var.storage for var in instr.inputs()} - {var.storage for var in instr.writes}
         for var in (*instr.outputs(), *instr.writes):
             if var.storage in looked_at:
