@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
@@ -37,6 +38,8 @@ def sync_fix(
       drawn: Whether the value is drawn at random.
     """
     what, fix = sync_spelling(frame, axes=axes)
+    if remedy := _guessed(frame):
+        return what, remedy
     if _call(frame, own) is None:
         return what, fix
     owner = frame.f_locals.get("self")
@@ -73,6 +76,25 @@ def _override(frame: FrameType, fix: str) -> str:
     if "self" in frame.f_locals:
         return f"in a class of your own that inherits from `{owner.partition('.')[0]}`, override `{owner}`: {fix}"
     return f"in a function of your own in place of `{owner}`: {fix}"
+
+
+def _guessed(frame: FrameType) -> str:
+    """Return what to pass to a module of torch that looks at a mask to find out whether it is causal; "" if none does.
+
+    Args:
+      frame: The user's frame, outside of torch's.
+    """
+    inner: FrameType | None = sys._getframe(1)
+    looks, names = False, list[str]()
+    while inner is not None and inner is not frame:
+        if inner.f_globals.get("__name__", "").startswith("torch.nn."):
+            takes = inner.f_code.co_varnames[: inner.f_code.co_argcount]
+            unsaid = [name for name in takes if name.endswith("is_causal") and inner.f_locals[name] is None]
+            looks = looks or "is_causal" in unsaid
+            names = unsaid or names
+        inner = inner.f_back
+    given = " and ".join(f"`{name}=False`" for name in names if looks)
+    return given and f"pass {given} beside the mask, which then is used as it is, causal or not"
 
 
 def _configured(frame: FrameType) -> str:
