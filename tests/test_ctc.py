@@ -234,3 +234,24 @@ def test_differentiating_twice_is_refused_and_never_loses_terms() -> None:
 
     with pytest.raises(RuntimeError, match="ctc_loss: it is differentiated twice"):
         fcg.grad(slope)(torch.ones(()))
+
+
+def test_a_loss_of_an_input_that_asks_for_a_gradient_is_differentiated_once() -> None:
+    """As in wav2vec2 of transformers, whose first layer sets ``requires_grad`` of what it is given."""
+    log_probs, targets, inputs, outputs = example(0, (6, 2, 4, 2), 0, "cpu")
+
+    def losses(asks: bool) -> Any:
+        def train_step(state: Any, x: Tensor, targets: Tensor, inputs: Tensor, outputs: Tensor) -> Any:
+            def loss_fn(params: Any) -> Tensor:
+                h = x * 1.0
+                h.requires_grad = asks
+                return F.ctc_loss((h * params["w"]).log_softmax(-1), targets, inputs, outputs)
+
+            loss, grads = fcg.value_and_grad(loss_fn)(state)
+            return {"w": state["w"] - grads["w"]}, {"loss": loss}
+
+        state = {"w": torch.ones(4, dtype=torch.float64)}
+        step = fcg.graph_step(train_step, lowering="aten")
+        return fcg.snapshot(step(fcg.place(state), log_probs, targets, inputs, outputs))
+
+    assert_trees_all_equal(losses(True), losses(False))

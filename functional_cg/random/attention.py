@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..tensors.aten import unwrapped
+from ..tensors.once import knows_one_derivative
 
 __all__ = ["ATTENTION", "attention_for"]
 
@@ -89,14 +90,13 @@ class _Attention(torch.autograd.Function):
         return out  # type: ignore[no-any-return]
 
     @staticmethod
+    @knows_one_derivative(
+        "scaled_dot_product_attention: with dropout from a key it is differentiated twice, and on a GPU its kernel "
+        "knows its first derivative only.\n"
+        "To fix: `with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):` around it, where you need "
+        "the second one."
+    )
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # `once_differentiable` would lose a second derivative in silence
-            raise RuntimeError(
-                "scaled_dot_product_attention: with dropout from a key it is differentiated twice, and on a GPU its "
-                "kernel knows its first derivative only.\n"
-                "To fix: `with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):` around it, where "
-                "you need the second one."
-            )
         grads = torch.ops.fcg.scaled_dot_product_dropout_attention_backward(
             grad, *ctx.saved_tensors, *ctx.how
         )

@@ -112,7 +112,8 @@ class HostGuard(TorchFunctionMode):
             raise self._rules.foreign(name, args[0])
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             raise self._rules.data_assigned()
-        if func == _GRADIENT and _is_for_an_optimizer(sys._getframe(2)) and func(*args) is None:
+        clips = func == _GRADIENT and _caller(sys._getframe(2)) == clip_grad.__file__
+        if clips and func(*args) is None:  # torch's clip does nothing then
             raise self._rules.gradient_read()
         if func is Tensor.__deepcopy__:
             return args[0].clone()
@@ -232,12 +233,6 @@ def _caller(frame: FrameType | None) -> str:
 def _is_ours(frame: FrameType) -> bool:
     ours = str(frame.f_globals.get("__name__", "")).startswith("functional_cg.")
     return ours and not is_user_file(frame.f_code.co_filename)
-
-
-def _is_for_an_optimizer(frame: FrameType | None) -> bool:
-    """Whether the user reads a gradient that ``backward()`` would leave, or torch does to clip it."""
-    file = _caller(frame)
-    return file == clip_grad.__file__ or is_user_file(file)
 
 
 class HostState:

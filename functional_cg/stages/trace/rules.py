@@ -226,7 +226,8 @@ class Rules:
             f"talks to other ranks by {func}{at_here()}, and its state is on no mesh.",
             why="Nothing would see to it that all ranks take part, with values of one shape: they would wait for ever.",
             fix="make the state one of all ranks, `TrainState.create(..., sharding=fcg.sharding.zero(mesh, stage=1))`; "
-            "in the step `fcg.sharding.mean(value)` or `sum`.",
+            "in the step `fcg.sharding.mean(value)` or `sum`. For a rank's own pieces, "
+            "`state = fcg.sharding.from_local(mesh, tree)`.",
         )
 
     def foreign(self, call: Any, tensor: Tensor, *, written: bool = False) -> ForeignTensorError:
@@ -282,7 +283,7 @@ class Rules:
         """Return the error for a gradient that nothing has left on a tensor."""
         return SideEffectError.of(
             self._function,
-            "reads `.grad` of a tensor, and there is nothing.",
+            "clips `.grad` of a tensor, and there is nothing.",
             rows=[f"at {here()}"] if here() else [],
             why="Gradients are values: nothing leaves them on the parameters.",
             fix="use what `value_and_grad` returned; `fcg.optim.chain(fcg.optim.clip_by_global_norm(1.0), ...)` clips "

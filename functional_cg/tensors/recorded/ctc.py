@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..once import knows_one_derivative
+
 __all__ = ["ctc_loss"]
 
 _REDUCTIONS = ("none", "mean", "sum")
@@ -136,12 +138,11 @@ class _Losses(torch.autograd.Function):
         return losses
 
     @staticmethod
+    @knows_one_derivative(
+        "ctc_loss: it is differentiated twice, and knows its first derivative only, as torch's does.\n"
+        "To fix: leave it out of what `fcg.grad` differentiates inside of another loss."
+    )
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # `once_differentiable` would lose a second derivative in silence
-            raise RuntimeError(
-                "ctc_loss: it is differentiated twice, and knows its first derivative only, as torch's does.\n"
-                "To fix: leave it out of what `fcg.grad` differentiates inside of another loss."
-            )
         log_probs, path, skip, values, alpha, inputs, outputs, losses = ctx.saved_tensors
         times, _, states = values.shape
         # Backwards in time and through the path, the recursion is the same.
