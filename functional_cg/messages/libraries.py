@@ -38,8 +38,8 @@ def sync_fix(
       drawn: Whether the value is drawn at random.
     """
     what, fix = sync_spelling(frame, axes=axes)
-    if remedy := _guessed(frame):
-        return what, remedy
+    if told := _guessed(frame):
+        return what, told
     if _call(frame, own) is None:
         return what, fix
     owner = frame.f_locals.get("self")

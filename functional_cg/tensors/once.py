@@ -28,8 +28,8 @@ class _Refuses(torch.autograd.Function):
 def knows_one_derivative(message: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate the backward of an autograd function that saves all inputs that it differentiates.
 
-    A graph of the backward is asked for where a loss depends on more leaves than those of its gradient, and then may not
-    be differentiated. ``once_differentiable`` of torch would lose terms through saved inputs in silence.
+    A graph of the backward is made where a loss depends on more leaves than those of its gradient, and may then not be
+    differentiated. ``once_differentiable`` of torch would lose terms through saved inputs in silence.
 
     Args:
       message: Of the error if it is differentiated.
