@@ -6,7 +6,6 @@ import atexit
 import math
 import os
 import threading
-import weakref
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -19,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..messages.tracebacks import entry
 from ..shards.coalescing import all_groups
+from ..shards.groups import Captures
 from ..shards.mesh import Axis, Mesh
 from .agreement import Ranks
 from .watchdog import Watchdog
@@ -202,11 +202,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _end(captures: weakref.WeakSet[Any], ranks: Ranks, watchdog: Watchdog, *, ours: bool) -> None:
+def _end(captures: Captures, ranks: Ranks, watchdog: Watchdog, *, ours: bool) -> None:
     """Clean up at exit: graphs first, then the communicators that they use. The other order hangs."""
     watchdog.stop()
-    for captured in list(captures):
-        captured.close()
+    captures.close()
     if ours and dist.is_initialized():
         ranks.part()
         end_groups()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from .groups import Captures
 
 __all__ = ["Axis", "Mesh"]
 
@@ -47,7 +48,7 @@ class Mesh:
 
     axes: tuple[Axis, ...]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"), compare=False)
-    captures: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, compare=False, repr=False)
+    captures: Captures = field(default_factory=Captures, compare=False, repr=False)
     ranks: Any = field(default=None, compare=False, repr=False)
     watchdog: Any = field(default=None, compare=False, repr=False)
     stages: Axis | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import FunctionalCGError, RankError
 from ..errors.words import words_of
+from .groups import gone
 from .mesh import Mesh
 
 __all__ = ["among", "on_any", "together", "watched"]
@@ -93,13 +94,7 @@ def _lost(mesh: Mesh | None, function: str, error: RuntimeError) -> RankError | 
     if mesh is None or mesh.ranks is None or isinstance(error, FunctionalCGError):
         return None
     if any(words in words_of(error) for words in _NO_GROUP):
-        return RankError.of(
-            function,
-            "the process groups of the mesh are gone; the state is that of the last step.",
-            rows=[_first_line(error)],
-            why="Sharded leaves are computed with over all ranks.",
-            fix="call it before `torch.distributed.destroy_process_group()`; a mesh ends what it has started itself.",
-        )
+        return gone(function, _first_line(error))
     if not any(words in words_of(error) for words in _CONNECTION):
         return None
     absent = mesh.ranks.absent()

@@ -33,19 +33,20 @@ from ..stages.trace.recipe import Recipe
 from ..stages.trace.runs import trace
 from ..stages.trial.reference import Reference
 from ..stages.watch.host_watch import refuse_ambient_modes
-from ..state.boundary import reading_of
+from ..state.boundary import mesh_of, reading_of
 from ..state.handle import Handle, place, placeable
 from ..state.lifecycle import staying
 from ..transforms.taps import Taps
 from .certify import Certified, certify
 from .constants import Constants
 from .eager import run_eager
-from .eviction import closed_error, drop_spares, forget
+from .eviction import closed_error, drop_spares, forget, reap
 from .explain import explain, explain_html, warnings_of
 from .log import log, timed
 from .lowered import Captured, Lowered
 from .profile.measure import profile_of
 from .profile.result import Profile
+from .ranks.groups import groups_of
 from .suppositions import on_same_values, refuse_other_values
 from .verify import Shadow
 
@@ -209,7 +210,7 @@ class Transform:
         return lambda: result
 
     def _refuse_changes(self, lowered: Lowered) -> None:
-        for one in (lowered.watch, lowered.tables, *lowered.originals, self._constants):
+        for one in (lowered.watch, lowered.tables, *lowered.originals, self._constants, lowered.groups):
             one.check(self._name)
 
     def _replay(self, call: Call, lowered: Lowered) -> Callable[[], Any]:
@@ -325,8 +326,9 @@ class Transform:
             specs = [spec for state in recipe.states for spec in state.specs]
             program.instrs = group_collectives(program.instrs, reading_of(specs), call.device)
             rewrite(program, call.places())
+            groups = groups_of(program, mesh_of(specs))
             plan = lower(program, call.device, self._options, reference)
-        found = (host_watch, inspection, reference, tables)
+        found = (host_watch, inspection, reference, tables, groups)
         lowered = Lowered(self._name, recipe.states, call.layout, program, plan, *found)
         for text in warnings_of(lowered):
             log.warning("%s: %s", self._name, text)
@@ -336,13 +338,14 @@ class Transform:
         key = (id(lowered), call.arenas)
         captured = self._captured.get(key)
         if captured is None:
+            lowered.groups.refuse_backend(self._name, call.device)
             lowered.meet()
             with held_back(), timed(self._name, "captured"), staying(s.arena for s in call.states):
                 captured = self._captured[key] = self._capture(call, lowered)
             self.stats.captures += 1
             self._drop_spares()
             for arena in captured.arenas:
-                arena.watchers.append(functools.partial(_reap, weakref.ref(self)))
+                arena.watchers.append(functools.partial(reap, weakref.ref(self)))
         return captured
 
     def _capture(self, call: Call, lowered: Lowered) -> Captured:
@@ -385,17 +388,11 @@ class Transform:
             self._fast = None
 
     def _unchanged(self, lowered: Lowered) -> Callable[[], bool]:
-        watched = (lowered.watch, *lowered.originals, *filter(None, (self._constants, lowered.tables)))
+        optional = filter(None, (self._constants, lowered.tables, lowered.groups))
+        watched = (lowered.watch, *lowered.originals, *optional)
         checks: list[Any] = [one.unchanged for one in watched]
         return cast("Callable[[], bool]", functools.reduce(lambda one, two: lambda: one() and two(), checks))
 
     def _refuse_closed(self) -> None:
         if self._closed:
             raise closed_error(self._name, self._kind)
-
-
-def _reap(this: weakref.ref[Transform]) -> None:
-    """Drop captures whose handles are gone: now, or at the next capture if the step is in a call."""
-    step = this()
-    if step is not None and not step._closed and not step._turn.busy:
-        step._turn.alone(step._drop_spares)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection
 from typing import Any
 
 from ..errors import ClosedError
 from .lowered import Captured, Lowered
 
-__all__ = ["Captures", "Plans", "closed_error", "drop_spares", "forget"]
+__all__ = ["Captures", "Plans", "closed_error", "drop_spares", "forget", "reap"]
 
 Plans = dict[tuple[Any, ...], list[Lowered]]  # by static arguments
 Captures = dict[tuple[int, Any], Captured]  # by plan and arenas
@@ -31,6 +32,13 @@ def drop_spares(captures: Captures) -> bool:
     for key in spare[:-1]:
         captures.pop(key).close()
     return len(spare) > 1
+
+
+def reap(this: weakref.ref[Any]) -> None:
+    """Drop a step's captures whose handles are gone: now, or at the next capture if it is in a call."""
+    step = this()
+    if step is not None and not step._closed and not step._turn.busy:
+        step._turn.alone(step._drop_spares)
 
 
 def closed_error(name: str, kind: str) -> ClosedError:

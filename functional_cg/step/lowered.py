@@ -18,6 +18,7 @@ from ..manual import Documented
 from ..messages.html import Html, card, element, fold, line
 from ..messages.units import size_of
 from ..shards.collectives import WAIT
+from ..shards.groups import Groups
 from ..shards.mesh import Mesh
 from ..shards.peers import watched
 from ..shards.transfers import TRANSFERS
@@ -103,8 +104,7 @@ class Captured(metaclass=Documented):
             lease.paths if lease else [],
             lowered,
         )
-        if mesh is not None:
-            mesh.captures.add(captured)
+        lowered.groups.hold(captured)
         return captured
 
     @property
@@ -154,16 +154,14 @@ class Lowered(metaclass=Documented):
 
     Attributes:
       name: Name of the user's function.
-      states: The states that it binds.
-      layout: Layout of its inputs.
+      states, layout: The states that it binds, and the layout of its inputs.
       program: The traced calls, rewritten.
       plan: What runs.
       watch: Host values that are compared at each call.
       inspection: What was checked; prints as text.
       reference: The traced calls before any rewrite.
-      certificate: Whether a compiled plan was compared with them; set at its capture.
-      trial: What compares it.
-      tables: Constants that functions remember.
+      certificate, trial: Whether a compiled plan was compared with them, set at its capture; what compares it.
+      tables, groups: Constants that functions remember; process groups on a GPU.
       orders: Other orders of keys, and whether the function does the same with them.
       counts: Whether a call has run it or it was captured on demand; otherwise ``max_captures`` ignores it.
     """
@@ -177,6 +175,7 @@ class Lowered(metaclass=Documented):
     inspection: Inspection
     reference: Reference
     tables: Constants
+    groups: Groups
     certificate: Certificate | None = None
     trial: Trial | None = None
     counts: bool = False
