@@ -10,7 +10,7 @@ from typing import TypeVar
 import hypothesis
 import pytest
 
-__all__ = ["CALLS", "THOROUGH", "diagonal", "few", "share", "thorough"]
+__all__ = ["CALLS", "CALLS_ON_RANKS", "THOROUGH", "diagonal", "few", "share", "thorough"]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -22,6 +22,9 @@ THOROUGH = os.environ.get("FCG_HYPOTHESIS_PROFILE") == "thorough"
 
 # With new data, of a step that has to equal its eager run.
 CALLS = 16
+
+# Of ranks, whose eager calls take as long as a trace; each replay is that of the second call.
+CALLS_ON_RANKS = CALLS if THOROUGH else 8
 
 # Where other tests keep the same law on fewer cases.
 thorough = pytest.mark.skipif(not THOROUGH, reason="of the profile `thorough`")

@@ -13,7 +13,7 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg import optim, sharding
 from tests.sharding.programs import randn
-from tests.shares import CALLS
+from tests.shares import CALLS_ON_RANKS as CALLS
 
 __all__ = [
     "CALLS", "CUTS", "FEATURES", "ONE", "TWO", "Run", "average_of", "loss_of", "made", "params", "rows", "trained",

@@ -19,7 +19,7 @@ from functional_cg.shards.tensor import Sharded
 from functional_cg.testing import assert_no_alias, assert_trees_all_equal
 from tests.hazards.law import COMPILED, CPU, Place, overwrite
 from tests.sharding.programs import PROGRAMS, Setting, key_of, mlp_loss, mlp_state
-from tests.shares import CALLS
+from tests.shares import CALLS_ON_RANKS as CALLS
 
 __all__ = [
     "CALLS", "HYBRID", "Run", "assert_same_step", "backends", "batches", "forks_in_turn", "held", "law",
