@@ -242,10 +242,12 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
         ``python -m functional_cg.bench.debug`` measures both: on an H200, for a GPT of 4 layers with
         ``aten``, 0.97 ms per call without, 0.98 ms with poison, and 32 ms for a verified call.
       verify_calls: Number of calls to verify.
-      certify: Whether to compare a compiled step with its traced calls, run one by one, on the real values of
-        the first call and before it changes the state: ``"auto"`` if the step's own memory is enough for that
-        (what does not fit is computed again, or waits on the host), ``True`` even if it takes more, ``False`` never.
-        ``explain()`` tells whether it was done. It takes a few runs of the traced calls.
+      certify: When to compare a compiled step with its traced calls, run one by one, before a call changes the
+        state: ``"auto"`` at the first call, on its values and on others made from them, and at calls 2, 4, 8, 16
+        and so on; an int N at every N-th call from the first; ``"first"`` at the first call alone; ``True`` as
+        ``"auto"``, with an error where memory is too little; ``False`` never. It takes memory that is free; what
+        it needs last waits on the host. ``explain()`` tells which calls were compared. Each takes a few runs of the
+        traced calls.
       activation_memory_budget: What a compiled step on a GPU keeps of the forward for its backward: 0 the least
         that recomputing elementwise calls and normalizations allows, 1 what moves the fewest bytes, or the least
         traffic within a fraction of the way between; None for what pays in most models. To keep less than 0

@@ -19,12 +19,13 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg.tensors.overlap import overlaps_itself
 
-__all__ = ["Gated", "gated"]
+__all__ = ["Gated", "found_before", "gated"]
 
 ROWS, COLUMNS = 4, 3
 OPENS = 3  # the call from which a gate on the step's own count is open
 
-# Of a value that may be written, and of other numbers: each writes it and returns nothing.
+# Of a value that may be written, and of other numbers: each writes it and returns nothing. The gradient of what
+# `masked_scatter` takes asks the host how much it took, which no CUDA graph can.
 WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "rows": lambda y, b: y.__setitem__([0, -1], b[0]),
     "row_and_number": lambda y, b: y.__setitem__(1, 2.0),
@@ -43,7 +44,7 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
         0, _places(y, b)[:, None].expand(2, y.shape[1]), b[:2], "sum"
     ),
     "masked_fill": lambda y, b: y.masked_fill_(b > 0, 2.0),
-    "masked_scatter": lambda y, b: y.masked_scatter_(b > 0, b.flip(0)),
+    "masked_scatter": lambda y, b: y.masked_scatter_(b > 0, b.flip(0).detach()),
     "put": lambda y, b: y.put_(_places(y, b), b[0, :2]),
     "put_added": lambda y, b: y.put_(_places(y, b), b[0, :2], accumulate=True),
     "swapped": lambda y, b: y.__setitem__([0, 1], y[[1, 0]]),
@@ -67,7 +68,7 @@ SCATTERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "index_add": lambda y, b: y.index_add(0, _places(y, b), b[:2]),
     "index_copy": lambda y, b: y.index_copy(0, _places(y, b), b[1:3]),
     "scatter": lambda y, b: y.scatter(0, _places(y, b)[:, None].expand(2, y.shape[1]), b[:2]),
-    "masked_scatter": lambda y, b: y.masked_scatter(b > 0, b.flip(0)),
+    "masked_scatter": lambda y, b: y.masked_scatter(b > 0, b.flip(0).detach()),
     "put": lambda y, b: y.put(_places(y, b), b[0, :2]),
     "slice_scatter": lambda y, b: torch.slice_scatter(y, b[:2], 0, 1, 3),
     "select_scatter": lambda y, b: torch.select_scatter(y, b[0], 0, 1),
@@ -204,3 +205,13 @@ def gated(draw: DrawFn, *, max_lines: int = 6) -> Gated:
     except RuntimeError:  # a later line writes what the gradient of an earlier one needs
         reject()
     return program
+
+
+def found_before() -> list[Gated]:
+    """The programs that a compiler got wrong: a write in memory with stride 0, and one that reads what it replaces."""
+    numbers = torch.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS).float()
+    state = {"params": numbers.remainder(5) - 2, "count": torch.zeros((), dtype=torch.int64)}
+    return [
+        Gated(state, numbers.remainder(7) - 3, (("write", name, 0, 1, "product"),), (("hinge", 2),))
+        for name in ("rows", "swapped")
+    ]

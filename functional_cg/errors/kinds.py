@@ -254,9 +254,10 @@ class CaptureError(FunctionalCGError, RuntimeError):
 class MiscompileError(FunctionalCGError, RuntimeError):
     """The compiled step computes something other than the step itself.
 
-    Before the first call of a compiled step changes the state, the step runs once on the real values and is
-    compared with its calls run one by one; with ``debug="verify"`` so are the first calls, which by then have
-    committed. The error names each leaf or metric whose difference rounding does not explain, and the line
+    Before the first call of a compiled step changes the state, the step is compared with its calls run one by
+    one: on the values of the call and on others made from them. So are calls 2, 4, 8 and so on, or those that
+    ``certify`` names, before their state counts; with ``debug="verify"`` so are the first calls, which by then
+    have committed. The error names each leaf or metric whose difference rounding does not explain, and the line
     that computes it. What rounding explains is measured, by runs with results perturbed by an ulp. Causes:
 
     - A bug in the compiler, or in this package: please report it, with the step. ``lowering="aten"`` runs the
@@ -264,7 +265,7 @@ class MiscompileError(FunctionalCGError, RuntimeError):
     - A call that does not return the same for the same arguments, such as a kernel with atomics or a custom
       operator that keeps state: ``torch.use_deterministic_algorithms(True)``, or compute it outside the step.
 
-    ``certify=False`` skips the comparison; ``step.explain()`` tells whether it was made.
+    ``certify=False`` skips the comparison; ``step.explain()`` tells at which calls it was made.
     """
 
 

@@ -1114,7 +1114,7 @@ HAZARDS = (
          "watch::test_function_of_an_installed_package_is_followed",
          "watch::test_what_a_copy_of_the_users_object_reads_is_watched"),
     _row(216, 1, "N212 N213",
-         "a compiled step is wrong where its first batch does not show it: behind a closed gate, at another value, late",
+         "a compiled step is wrong where its first batch does not show it: behind a closed gate, late",
          "refused: MiscompileError; the first call is compared on other values, too, and later ones by powers of two, "
          "before their state counts",
          "trial::test_what_the_first_batch_does_not_show_is_found_in_the_first_call",

@@ -12,11 +12,12 @@ from ...ambient.modes import ordinary, without_gradients
 from ...errors import CaptureError
 from ...errors.words import words_of
 from ...tensors.overlap import storage_key
+from ..layouts import laid_out
 from ..program import Program, Var
 from ..trial.judge import miscompiled
 from .inductor import compile_graph
 
-__all__ = ["Compiler", "Head", "by_inductor", "refuse_other_results"]
+__all__ = ["Compiler", "Head", "Results", "by_inductor"]
 
 Compiler = Callable[..., Any]
 
@@ -38,44 +39,70 @@ def by_inductor(
         ) from error
 
 
-def refuse_other_results(
-    name: str, expected: Sequence[Var], results: Sequence[Tensor], program: Program | None = None
-) -> None:
-    """Refuse a compiled function whose results are not of the dtypes, shapes and strides of the trace.
-
-    They are the same in each run. It is asked before any result becomes a leaf or a metric.
+class Results:
+    """What a compiled function has to return, by the trace.
 
     Args:
       name: Name of the step.
       expected: Variables of the results.
-      results: The results.
       program: The program, which knows what its results are called.
-    Raises:
-      MiscompileError: With the results that differ.
     """
-    known = {} if program is None else {var: path for path, var in program.named_results()}
-    rows = [
-        f"{known.get(var, f'value {var!r}')}  expected {var.spec}, strides {list(var.spec.stride)}   "
-        f"got {str(one.dtype).removeprefix('torch.')}{list(one.shape)}, strides {list(one.stride())}"
-        for var, one in zip(expected, results, strict=False)
-        if not _is_as_traced(var, one)
-    ]
-    if rows:
-        raise miscompiled(
-            name,
-            "results of another kind; the state is unchanged.",
-            rows,
-            "The trace tells dtype, shape and strides of each result, for all calls.",
+
+    def __init__(self, name: str, expected: Sequence[Var], program: Program | None = None) -> None:
+        self._name, self._expected, self._program = name, expected, program
+        self._turned: list[int] | None = (
+            None  # places of results that lie otherwise; None before the first run
         )
 
+    def as_traced(self, results: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the results of a run in the strides of the trace.
 
-def _is_as_traced(var: Var, result: Tensor) -> bool:
-    spec = var.spec
-    if (result.dtype, result.shape) != (spec.dtype, spec.shape):
-        return False
-    dims = [each for each in zip(spec.shape, spec.stride, result.stride(), strict=True) if each[0] != 1]
-    dense = 1 + sum((size - 1) * step for size, step, _ in dims) == result.numel()
-    return not dense or all(step == other for _, step, other in dims)  # copies of other tensors are made dense
+        Dtypes, shapes and strides are the same in each run. They are asked for in the first one, before any result
+        becomes a leaf or a metric.
+
+        Raises:
+          MiscompileError: If dtypes or shapes differ.
+        """
+        if self._turned is None:
+            self._refuse_others(results)
+            self._turned = [
+                place
+                for place, (var, one) in enumerate(zip(self._expected, results, strict=False))
+                if _is_dense(var) and laid_out(one, var.spec.stride) is not one
+            ]
+        if not self._turned:
+            return results
+        laid = list(results)
+        for place in self._turned:
+            laid[place] = laid_out(laid[place], self._expected[place].spec.stride)
+        return laid
+
+    def _refuse_others(self, results: Sequence[Tensor]) -> None:
+        known = {} if self._program is None else {var: path for path, var in self._program.named_results()}
+        rows = [
+            f"{known.get(var, f'value {var!r}')}  expected {var.spec}   "
+            f"got {str(one.dtype).removeprefix('torch.')}{list(one.shape)}"
+            for var, one in zip(self._expected, results, strict=False)
+            if (one.dtype, one.shape) != (var.spec.dtype, var.spec.shape)
+        ]
+        if rows:
+            raise miscompiled(
+                self._name,
+                "results of another kind; the state is unchanged.",
+                rows,
+                "The trace tells dtype and shape of each result, for all calls.",
+            )
+
+
+def _is_dense(var: Var) -> bool:
+    """Whether a value has no gaps and shares no element; copies of others are made so."""
+    pairs = [(step, size) for size, step in zip(var.spec.shape, var.spec.stride, strict=True) if size != 1]
+    reach = 1
+    for step, size in sorted(pairs):
+        if step != reach:
+            return False
+        reach *= size
+    return True
 
 
 class Head:
@@ -108,8 +135,7 @@ class Head:
     ) -> None:
         self.graph, self._name, self._compiler = graph, name, compiler
         self._results, self._metrics, self._known = results, metrics, known
-        self._program = program
-        self._new = True  # whether it has not run yet
+        self._expected = Results(name, results, program)
         self.compiled: Callable[..., Any] | None = None
         self.after: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None
 
@@ -126,9 +152,7 @@ class Head:
         with ordinary():
             without_gradients()
             results = self.compiled(*arguments)[: len(self._results)]
-        if self._new:
-            refuse_other_results(self._name, self._results, results, self._program)
-            self._new = False
+        results = self._expected.as_traced(results)
         taken = set() if self._known else {storage_key(one) for one in arguments}
         apart = []
         for position, result in enumerate(results):

@@ -28,7 +28,7 @@ from ..program import Instr, Program, Var
 from ..schedule import Schedule, schedule
 from .arguments import by_itself
 from .graph import Entrance, build_graph, calls_of
-from .head import by_inductor, refuse_other_results
+from .head import Results, by_inductor
 from .inductor import opened
 
 __all__ = ["SMALL", "InPlacePlan", "arguments_of", "collects", "is_small", "largest"]
@@ -75,7 +75,7 @@ class InPlacePlan:
         self._graph.recompile()
         self._compiled: Callable[..., Any] | None = None
         self._launches: Launches | None = None
-        self._new = True  # whether the function has not run yet
+        self._expected = Results(program.function, [*plan.outputs, *self._handed_on], program)
         self.timeline, self.temporaries = replace(in_line(()), estimated=spread is not None), 0
         self.branches = f"branches: none, {why}" if why else ""
         if spread is not None:
@@ -108,17 +108,14 @@ class InPlacePlan:
                 if self._compiled is None:
                     self._compiled = self._compile(arguments, beside=False)
         compiled, outputs = self._compiled, self.schedule.outputs
-        count, expected = len(outputs), [*outputs, *self._handed_on]
+        count = len(outputs)
         update = self._updates(tensors, tick)
 
         def run(before: Before) -> Sequence[Tensor]:
             with ordinary():
                 without_gradients()
                 uninterrupted(before)
-                results: Sequence[Tensor] = compiled(*arguments)
-                if self._new:
-                    refuse_other_results(self._program.function, expected, results, self._program)
-                    self._new = False
+                results = self._expected.as_traced(compiled(*arguments))
                 uninterrupted((*update(results[count:]), *after))
                 return results[:count]
 
@@ -138,7 +135,7 @@ class InPlacePlan:
         def run(before: Before) -> Sequence[Tensor]:
             with ordinary():
                 without_gradients()
-                return launch(before)
+                return self._expected.as_traced(launch(before))
 
         return run
 
