@@ -29,7 +29,52 @@ class Difference:
     where: str = ".*"
 
 
-DOCUMENTED: tuple[Difference, ...] = ()
+OFF = "off by .*"
+
+DOCUMENTED = (
+    Difference(
+        "optax",
+        "(scale_by_)?amsgrad",
+        OFF,
+        "optax takes the maximum of bias-corrected moments, torch of raw ones",
+    ),
+    Difference("optax", "nadam", OFF, "optax has a constant momentum, torch the schedule of the paper"),
+    Difference("optax", "radam eps", OFF, "eps is added before the bias correction, as in torch"),
+    Difference(
+        "optax", "adabelief eps_root", OFF, "there is one eps, in both places, as in the paper's code"
+    ),
+    Difference(
+        "optax",
+        "lars",
+        OFF,
+        "the norm of the decay has a term of its own in the denominator, as in the paper",
+    ),
+    Difference("optax", "adagrad eps", OFF, "eps is outside of the root, as in torch"),
+    Difference("optax", "scale_by_rss", OFF, "eps is outside of the root, as in torch"),
+    Difference("optax", "rmsprop eps_in_sqrt", OFF, "eps is outside of the root, as in torch"),
+    Difference(
+        "optax", "adafactor|scale_by_factored_rms", OFF, "torch's variant: other factors, eps and clipping"
+    ),
+    Difference("optax", "contrib.(scale_by_)?muon", OFF, "torch's axes and scale: max(1, rows / columns)"),
+    Difference(
+        "optax", "adaptive_grad_clip", OFF, "a unit is a row, as in torch's layers; in optax a column"
+    ),
+    Difference(
+        "optax", "centralize", OFF, "the mean is that of a row, as in torch's layers; in optax of a column"
+    ),
+    Difference(
+        "optax",
+        "contrib.schedule_free schedule",
+        OFF,
+        "optax weighs a step by the rate of the next: off by one",
+    ),
+    Difference(
+        "JAX donation",
+        "an error donates nothing",
+        "an error of the user: CaptureError.*",
+        "an error in a trace arrives as a CaptureError that names its class, line and message",
+    ),
+)
 
 # Ops whose results are memory that nobody has written: dtype, shape and strides are compared, values are not.
 UNINITIALISED = frozenset(
