@@ -386,16 +386,84 @@ def test_slices_are_contiguous_parts_in_order() -> None:
     assert [part.tolist() for part in seen] == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_integer_leaves_are_summed_and_others_averaged() -> None:
+def test_floating_and_complex_leaves_are_averaged() -> None:
     def count(_: Any, batch: Tensor) -> dict[str, Tensor]:
-        return {
-            "n": torch.tensor(batch.shape[0]),
-            "mean": batch.mean(),
-            "z": torch.complex(batch, batch).mean(),
-        }
+        return {"mean": batch.mean(), "z": torch.complex(batch, batch).mean()}
 
     out = fcg.microbatches(2)(count)(None, torch.arange(4.0))
-    assert (out["n"].item(), out["mean"].item(), out["z"].item()) == (4, 1.5, 1.5 + 1.5j)
+    assert (out["mean"].item(), out["z"].item()) == (1.5, 1.5 + 1.5j)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("number", [torch.tensor(2), torch.tensor(True)], ids=["count", "flag"])
+def test_whole_numbers_are_refused_and_the_advice_works(k: int, number: Tensor) -> None:
+    """A batch norm counts up: the sum over slices would be four times as much after each step."""
+
+    def run(to: Callable[[Tensor], Tensor]) -> Any:
+        return fcg.microbatches(k)(lambda _, x: {"n": to(number), "mean": x.mean()})(None, torch.arange(4.0))
+
+    with pytest.raises(
+        LayoutError, match=r"result\['n'\]  expected floating numbers   got (i64|bool)"
+    ) as error:
+        run(lambda n: n)
+    assert 'microbatches(k, carry="buffers")' in str(error.value)
+    assert run(lambda n: n.float())["n"] == number
+    carried = fcg.microbatches(k, carry="n")(lambda _, x, n: (x.mean(), {"n": n + 1}))
+    assert carried(None, torch.arange(4.0), n=torch.tensor(5))[1]["n"] == 5 + k
+    refused = fcg.microbatches(k, carry="n")(lambda _, x, n: (x.mean(), {"n": n, "m": number}))
+    with pytest.raises(LayoutError, match=r"result\[1\]\['m'\](.|\n)*To fix: a count as `n.float\(\)`"):
+        refused(None, torch.arange(4.0), n=torch.tensor(5))
+
+
+CLOSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "drawn": lambda key, x: random.uniform(key, x.shape),
+    "folded": lambda key, x: random.uniform(random.fold_in(key, 3), x.shape),
+    "by a number of the state": lambda key, x: random.uniform(random.fold_in(key, STEP), x.shape),
+    "split": lambda key, x: random.uniform(random.split(key)[1], x.shape),
+    "a row": lambda key, x: random.uniform(KEYS[1], x.shape),
+    "dropout": lambda key, x: random.dropout(key, x, 0.5),
+}
+STEP, KEYS = torch.tensor(4), random.split(random.key(1), 3)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("how", CLOSED)
+def test_a_key_that_is_closed_over_is_refused_and_the_advice_works(how: str, captured: bool) -> None:
+    """All slices would have the same masks."""
+
+    def closed(state: Any, x: Tensor) -> Any:
+        def loss(w: Tensor, x: Tensor) -> Tensor:
+            return (w * CLOSED[how](state["key"], x)).sum()
+
+        return state, fcg.microbatches(2)(fcg.value_and_grad(loss))(state["w"], x)[1]
+
+    def passed(state: Any, x: Tensor) -> Any:
+        def loss(w: Tensor, x: Tensor, *, key: Tensor) -> Tensor:
+            return (w * CLOSED[how if how != "a row" else "drawn"](key, x)).sum()
+
+        return state, fcg.microbatches(2)(fcg.value_and_grad(loss))(state["w"], x, key=state["key"])[1]
+
+    def run(step: Any) -> Any:
+        options: Any = {"constants": (STEP, KEYS)}
+        return (fcg.graph_step(step, **options) if captured else step)(
+            {"w": torch.ones(2), "key": random.key(0)}, torch.ones(4, 2)
+        )
+
+    with pytest.raises(fcg.CaptureError, match=r"draws from one key in several micro-batches(.|\n)*key=key"):
+        run(closed)
+    run(passed)
+
+
+def test_numbers_of_a_slice_may_be_folded_into_one_key() -> None:
+    """Draws for each example, whatever slice it is in."""
+    key = random.key(3)
+
+    def draw(_: Any, ids: Tensor) -> Any:
+        return {"u": torch.stack([random.uniform(random.fold_in(key, i), ()) for i in ids])}
+
+    out = fcg.microbatches(2)(draw)(None, torch.arange(4))
+    expected = [random.uniform(random.fold_in(key, i), ()) for i in range(4)]
+    close(out["u"], torch.stack([expected[0] + expected[2], expected[1] + expected[3]]) / 2)
 
 
 def test_each_slice_has_a_key_of_its_own() -> None:
@@ -423,13 +491,13 @@ def test_key_none_and_further_arguments_are_handed_on() -> None:
 def test_carried_argument_is_handed_on_and_the_last_one_returned() -> None:
     def total(w: Tensor, x: Tensor, *, kept: Any) -> Any:
         kept = {"sum": kept["sum"] * w + x.sum(), "count": kept["count"] + 1}
-        return kept["sum"] * w, {"kept": kept, "n": torch.tensor(x.shape[0]), "mean": x.mean()}
+        return kept["sum"] * w, {"kept": kept, "mean": x.mean()}
 
     start = {"count": torch.tensor(5), "sum": torch.tensor(1.0)}
     grads_of = fcg.microbatches(2, carry="kept")(fcg.value_and_grad(total, has_aux=True))
     (value, aux), _ = grads_of(torch.tensor(2.0), torch.arange(4.0), kept=start)
     assert fcg.tree.map(Tensor.item, aux["kept"]) == {"count": 7, "sum": (1 * 2 + 1) * 2 + 5}
-    assert (value.item(), aux["n"].item(), aux["mean"].item()) == ((6 + 22) / 2, 4, 1.5)
+    assert (value.item(), aux["mean"].item()) == ((6 + 22) / 2, 1.5)
     assert fcg.tree.map(Tensor.item, start) == {"count": 5, "sum": 1.0}
 
 

@@ -564,3 +564,61 @@ def test_the_same_values_are_the_same_bytes(tmp_path: Path, dtype: torch.dtype) 
     assert len(files) == 1
     again = fcg.load(tmp_path / "0", state)
     assert torch.equal(again["b"], torch.ones(3, dtype=dtype))
+
+
+def test_each_flipped_bit_of_a_file_is_found(tmp_path: Path) -> None:
+    """In its header, its checksum, its names and its numbers; the values of a complex leaf have a name of their own."""
+    state = {"w": torch.arange(3.0), "n": torch.tensor(5), "z": torch.tensor([1.0 + 2.0j, 0.5j])}
+    path, damaged = tmp_path / "whole.safetensors", tmp_path / "damaged.safetensors"
+    fcg.save(path, state)
+    assert_bitwise(fcg.load(path, fcg.tree.map(torch.zeros_like, state)), state)
+    content = path.read_bytes()
+    for place in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[place // 8] ^= 1 << place % 8
+        damaged.write_bytes(flipped)
+        kept = fcg.tree.map(torch.zeros_like, state)
+        with pytest.raises(ValueError, match=r"damaged|no safetensors file") as error:
+            fcg.load(damaged, kept)
+        assert not isinstance(error.value, LayoutError), place
+        assert not kept["w"].any()
+    fcg.load(path, kept)  # the advice: another copy
+
+
+def test_a_file_without_a_checksum_is_loaded(tmp_path: Path) -> None:
+    """Of an earlier version, or of another library; `help(fcg.load)` says that nothing is compared."""
+    state = {"w": torch.arange(3.0)}
+    safetensors.torch.save_file(state, tmp_path / "old.safetensors", {"format": "pt"})
+    assert_bitwise(fcg.load(tmp_path / "old.safetensors", {"w": torch.zeros(3)}), state)
+    assert "has none, and what has changed in it is not noticed" in " ".join((fcg.load.__doc__ or "").split())
+
+
+def test_what_a_killed_save_left_goes_and_what_another_writes_stays(tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    target = tmp_path / "last.safetensors"
+    left, alive = (tmp_path / f".{target.name}.{number}.tmp" for number in ("0123abcd", "89abcdef"))
+    others = [tmp_path / ".other.safetensors.0123abcd.tmp", tmp_path / f".{target.name}.tmp"]
+    for one in (left, alive, *others):
+        one.write_bytes(b"a part")
+    with open(alive, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as whoever writes it holds it
+        fcg.save(target, {"w": torch.ones(2)})
+        assert sorted(tmp_path.iterdir()) == sorted([target, alive, *others])
+    fcg.save(target, {"w": torch.ones(2)})
+    assert sorted(tmp_path.iterdir()) == sorted([target, *others])
+
+
+def test_a_file_is_locked_until_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another save to the same path meanwhile does not take it for one that was left."""
+    target, replace, seen = tmp_path / "last.safetensors", os.replace, []
+
+    def save_meanwhile(source: Any, to: Any) -> None:
+        if not seen:
+            seen.append(source)
+            fcg.save(target, {"w": torch.zeros(2)})
+        replace(source, to)
+
+    monkeypatch.setattr(os, "replace", save_meanwhile)
+    fcg.save(target, {"w": torch.ones(2)})
+    assert seen
+    assert_bitwise(fcg.load(target, {"w": torch.zeros(2)}), {"w": torch.ones(2)})

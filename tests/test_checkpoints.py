@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import functional_cg as fcg
-from functional_cg.checkpoint import disk
+from functional_cg.checkpoint import disk, series
 from functional_cg.checkpoint.positions import decode, encode
 from tests.stress import mutations
 from tests.test_prefetch import Shuffled
@@ -427,3 +428,42 @@ def test_the_oracle_sees_a_torn_checkpoint(tmp_path: Path) -> None:
         fcg.checkpoints(tmp_path / "run").load(fresh())
     (tmp_path / "run" / "000002-step-1" / "index.json").unlink()
     assert fcg.checkpoints(tmp_path / "run").latest() == 0
+
+
+def of_one_number(number: int, size: int = 50_000) -> dict[str, Any]:
+    return {"w": torch.full((size,), float(number)), "v": torch.full((size,), float(number))}
+
+
+def test_threads_that_save_at_one_time_save_whole_checkpoints(tmp_path: Path) -> None:
+    """Each is of one state, as many as were saved; a copy in host memory is not overwritten while it is written."""
+    with fcg.checkpoints(tmp_path, keep=None) as saved:
+        with ThreadPoolExecutor(2) as threads:
+            numbers = [base + call for call in range(20) for base in (1000, 2000)]
+            list(threads.map(lambda number: saved.save(of_one_number(number), step=number), numbers))
+        saved.wait()
+        assert sorted(saved.steps()) == sorted(numbers)
+        for number in numbers:
+            found = saved.load(of_one_number(0), step=number)
+            assert {value for leaf in found.values() for value in leaf.unique().tolist()} == {number}
+
+
+def test_a_save_in_the_middle_of_a_save_leaves_both_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a signal handler; the failure of either is raised."""
+    with fcg.checkpoints(tmp_path, keep=None) as saved:
+        taken = series.Stage.take
+
+        def interrupted(stage: Any, names: Any, leaves: Any) -> Any:
+            copy = taken(stage, names, leaves)
+            monkeypatch.undo()
+            saved.save(of_one_number(2), step=2)
+            return copy
+
+        saved.save(of_one_number(0), step=0)
+        monkeypatch.setattr(series.Stage, "take", interrupted)
+        saved.save(of_one_number(1), step=1)
+        saved.wait()
+        assert sorted(saved.steps()) == [0, 1, 2]
+        for number in range(3):
+            assert (saved.load(of_one_number(9), step=number)["v"] == number).all()

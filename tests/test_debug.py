@@ -219,3 +219,17 @@ def test_poison_shows_who_reads_dead_memory(debug: Any, seen: float) -> None:
     step = fcg.graph_step(lambda state, x: (state, x * 1), backend=_Aliasing(), debug=debug)
     _, metric = step({"w": torch.ones(1)}, torch.tensor(5.0))
     torch.testing.assert_close(metric, torch.tensor(seen), equal_nan=True)
+
+
+def test_a_replaced_method_of_tensors_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `debug="verify"` it goes unnoticed: the host watch does not look at torch's own classes."""
+
+    def scaled(state: Any, x: Tensor) -> Any:
+        return {"w": state["w"] + x * float(torch.tensor(2.0).sigmoid())}, {}
+
+    step = fcg.graph_step(scaled, debug="verify")
+    state, _ = step({"w": torch.zeros(3)}, torch.ones(3))
+    monkeypatch.setattr(torch.Tensor, "sigmoid", lambda tensor: tensor * 3)
+    with pytest.raises(fcg.FunctionalCGError) as error:
+        step(state, torch.ones(3))
+    assert "w" in str(error.value)

@@ -275,6 +275,50 @@ def test_batch_norm_in_microbatches_is_the_plain_modules(backend: Any) -> None:
         assert_trees_all_close(metrics, {"loss": sum(losses).detach() / 2, "grads": expected})
 
 
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_batch_norm_trains_in_microbatches_as_in_torchs_own_loop(momentum: float | None) -> None:
+    """Six steps of four slices; and buffers that are returned without being carried are refused."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=momentum))
+    apply, params, buffers = fcg.from_module(module)
+    state = fcg.TrainState.create(params=params, buffers=buffers, optimizer=fcg.optim.sgd(0.1))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    @fcg.graph_step
+    def refused(state: Any, x: Tensor) -> Any:
+        def loss_fn(params: Any, x: Tensor) -> Any:
+            out, new = apply(params, state.buffers, x)
+            return out.square().mean(), new
+
+        (loss, new), grads = fcg.microbatches(4)(fcg.value_and_grad(loss_fn, has_aux=True))(state.params, x)
+        return state.apply_gradients(grads, buffers=new), {"loss": loss}
+
+    @fcg.graph_step
+    def step(state: Any, x: Tensor) -> Any:
+        def loss_fn(params: Any, x: Tensor, *, buffers: Any) -> Any:
+            out, new = apply(params, buffers, x)
+            return out.square().mean(), {"buffers": new}
+
+        grads_of = fcg.microbatches(4, carry="buffers")(fcg.value_and_grad(loss_fn, has_aux=True))
+        (loss, aux), grads = grads_of(state.params, x, buffers=state.buffers)
+        return state.apply_gradients(grads, buffers=aux["buffers"]), {"loss": loss}
+
+    with pytest.raises(
+        fcg.LayoutError, match=r"num_batches_tracked'\]  expected floating numbers   got i64(.|\n)*carry="
+    ):
+        refused(state, torch.randn(16, 4))
+    for call in range(1, 7):
+        x = torch.randn(16, 4)
+        state, metrics = step(state, x)
+        optimizer.zero_grad()
+        losses = [module(part).square().mean() / 4 for part in x.chunk(4)]
+        sum(losses).backward()
+        optimizer.step()
+        assert state.buffers["1.num_batches_tracked"] == 4 * call
+        assert_trees_all_close(dict(state.buffers), dict(module.named_buffers()), rtol=0, atol=1e-6)
+        assert_trees_all_close(fcg.snapshot(state).params, dict(module.named_parameters()), rtol=0, atol=1e-6)
+        assert_trees_all_close(metrics, {"loss": sum(losses).detach()}, rtol=0, atol=1e-6)
+
+
 def test_batch_norm_after_three_steps_is_the_plain_modules() -> None:
     module = conv_net()
     apply, state = state_of(module)

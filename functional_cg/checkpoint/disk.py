@@ -30,6 +30,7 @@ __all__ = [
     "FolderLock",
     "checksum",
     "damaged",
+    "lock",
     "open_file",
     "sync_directory",
     "write_whole",
@@ -84,6 +85,17 @@ def write_whole(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def lock(file: int, *, wait: bool = False) -> bool:
+    """Lock an open file; whether that was done: not if another process or thread has, or there are no locks."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True
 
 
 class FolderLock:

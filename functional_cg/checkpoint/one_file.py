@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
 import json
 import os
+import re
 import secrets
 import stat
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..messages.tracebacks import entry
-from .disk import sync_directory
+from .disk import BLOCK, lock, sync_directory
 from .folder import found_in, values_in
 from .state_dicts import state_dict, type_of, written
 
@@ -22,6 +26,9 @@ __all__ = ["load", "save"]
 
 T = TypeVar("T")
 _PAIRS = "pairs of real and imaginary parts"  # names of leaves, in the metadata
+# In the metadata, too: of all that is in the file, with zeros in its own place. No bit belongs to both of its marks.
+_CHECKSUM, _MARK = "functional_cg checksum", "functional_cg sha256:"
+_NONE = "0000000000000000000000000000000000000000000000000000000000000000"
 
 
 @entry()
@@ -29,7 +36,8 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
     """Write the leaves of a state to a safetensors file, all or nothing.
 
     The data goes to a temporary file beside ``path``, which replaces it once everything is on disk: a crash,
-    a full disk or Ctrl-C leaves the old file intact. Takes twice the size of the state on the host.
+    a full disk or Ctrl-C leaves the old file intact, and what a killed process left goes with the next save. The file
+    holds a checksum of all of it. Takes twice the size of the state on the host.
 
     Args:
       path: The file. An existing file is replaced and keeps its mode; a symbolic link to it stays. Anything
@@ -68,8 +76,9 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
 def load(path: str | os.PathLike[str], state: T) -> T:
     """Read what :func:`save` or :func:`checkpoints` has written into a state of the same layout; donates the handle.
 
-    Any other safetensors file with the right names works too. For the weights of a pretrained model:
-    ``state.replace(params=fcg.load(path, fcg.snapshot(state.params)))``.
+    Checksums are verified, so that a flipped bit is found. Any other safetensors file with the right names works too,
+    such as one from before version 0.2; it has none, and what has changed in it is not noticed. For the weights of a
+    pretrained model: ``state.replace(params=fcg.load(path, fcg.snapshot(state.params)))``.
 
     Args:
       path: The file; or the folder of :func:`checkpoints`, for the last one, or one of the folders in it.
@@ -81,7 +90,7 @@ def load(path: str | os.PathLike[str], state: T) -> T:
       ImportError: If safetensors is not installed.
       LayoutError: If it is the checkpoint of another model; names the differences, writes nothing.
       OSError: If a file cannot be read, or there is no complete checkpoint in the folder.
-      ValueError: If it is not a complete safetensors file, or a file in the folder is damaged.
+      ValueError: If it is not a complete safetensors file, or a file is damaged.
     """
     _checked_path(path, "fcg.load")
     if os.path.isdir(path):
@@ -96,6 +105,7 @@ def load(path: str | os.PathLike[str], state: T) -> T:
         raise OSError(errno.EINVAL, "fcg.load: is no regular file", os.fspath(path))
     with open(path, "rb"):  # raises Python's own error for a bad path
         pass
+    _refuse_damage(path)
     try:
         values = _read(safetensors, path)
     except safetensors.SafetensorError as error:
@@ -143,19 +153,46 @@ def _serialized(tensors: dict[str, Tensor]) -> bytes:
                 f"fcg.save: safetensors files cannot hold {type_of(tensor)}, as `{name}` is. To fix: "
                 "`torch.save(fcg.state_dict(state), path)`."
             )
-    if not pairs:
-        return safetensors.torch.save(tensors, {"format": "pt"})  # type: ignore[no-any-return]
-    return _in_order(safetensors.torch.save(tensors, {"format": "pt", _PAIRS: json.dumps(pairs)}))
+    metadata = {"format": "pt", _CHECKSUM: _MARK + _NONE} | ({_PAIRS: json.dumps(pairs)} if pairs else {})
+    return _in_order(safetensors.torch.save(tensors, metadata))
 
 
 def _in_order(file: bytes) -> bytes:
-    """Return a safetensors file with its metadata sorted: the library writes them in another order each time."""
+    """Return a safetensors file with its checksum, and its metadata sorted: the library changes their order."""
     end = 8 + int.from_bytes(file[:8], "little")
     header = json.loads(file[8:end])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + file[end:]
+    head, data = len(text).to_bytes(8, "little") + text, memoryview(file)[end:]
+    found = hashlib.sha256(head)
+    found.update(data)
+    return b"".join([head.replace((_MARK + _NONE).encode(), (_MARK + found.hexdigest()).encode()), data])
+
+
+def _refuse_damage(path: str | os.PathLike[str]) -> None:
+    """Raise if a file has a checksum, and another content; a file without is not checked.
+
+    Raises:
+      ValueError: Then.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(8)
+        head = file.read(min(int.from_bytes(start, "little"), size))
+        kept = re.search(_MARK.encode() + b"([0-9a-f]{%d})" % len(_NONE), head)
+        if kept is None and json.dumps(_CHECKSUM).encode() not in head:
+            return
+        found = hashlib.sha256(start)
+        if kept is not None:
+            found.update(head[: kept.start(1)] + _NONE.encode() + head[kept.end(1) :])
+        while block := file.read(BLOCK):
+            found.update(block)
+    if kept is None or kept[1].decode() != found.hexdigest():
+        raise ValueError(
+            f"fcg.load: {path} is not what was written: it is damaged. Nothing was loaded.\n"
+            "To fix: load another copy, `fcg.load(other_path, state)`; `fcg.checkpoints(folder)` keeps several."
+        )
 
 
 def _read(safetensors: Any, path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -210,19 +247,44 @@ def _replaceable(target: Path) -> int | None:
 
 def _replace_file(target: Path, content: bytes, mode: int | None) -> None:
     """Write a file beside ``target`` to disk, then move it into place."""
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    # Never readable by more users than the file that it replaces, not even while being written.
-    file = os.fdopen(
-        os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode), "wb"
-    )
+    _remove_left(target)
+    temporary, file = _temporary(target, mode)
     try:
-        with file:
-            if mode is not None:
-                os.chmod(temporary, mode)  # regardless of the umask
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
+        with contextlib.ExitStack() as held:
+            with file:
+                held.callback(os.close, os.dup(file.fileno()))  # is locked until it has its name
+                if mode is not None:
+                    os.chmod(temporary, mode)  # regardless of the umask
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
     sync_directory(target.parent)
+
+
+def _temporary(target: Path, mode: int | None) -> tuple[Path, BufferedWriter]:
+    """Create a file beside ``target``, and lock it where there are locks."""
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    # Never readable by more users than the file that it replaces, not even while being written.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    file = os.fdopen(os.open(temporary, flags, 0o666 if mode is None else mode), "wb")
+    lock(file.fileno(), wait=True)
+    if temporary.exists():
+        return temporary, file
+    file.close()  # another process has taken it for one that was left
+    return _temporary(target, mode)
+
+
+def _remove_left(target: Path) -> None:
+    """Remove the temporary files of processes that were killed while they saved to ``target``."""
+    name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.tmp")
+    for left in (one for one in target.parent.iterdir() if name.fullmatch(one.name)):
+        with contextlib.suppress(OSError):  # it has its name by now, or is another user's
+            file = os.open(left, os.O_WRONLY | os.O_NOFOLLOW)
+            try:
+                if lock(file):  # whoever writes it lives otherwise
+                    left.unlink()
+            finally:
+                os.close(file)

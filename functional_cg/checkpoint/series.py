@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
@@ -83,7 +84,9 @@ class Checkpoints:
         self.folder, self.keep = folder.absolute(), keep
         self._stage, self._lock = Stage(), FolderLock()
         self._writer: ThreadPoolExecutor | None = None
-        self._pending: Future[None] | None = None
+        self._pending: list[Future[None]] = []
+        # One thread at a time. A signal handler in the middle of a save may save as well: it gets another stage.
+        self._turn = threading.RLock()
         self._group: Any = None
         self._process = os.getpid()
 
@@ -93,7 +96,8 @@ class Checkpoints:
         """Copy a state and write it in the background; on a mesh, all ranks call it at the same step.
 
         Returns once the copy is made, or on a GPU queued: the state may be donated at once. If the previous checkpoint
-        is still being written, it waits for that first. The copy stays in host memory for the next one.
+        is still being written, it waits for that first. The copy stays in host memory for the next one. Threads that
+        save at one time do so one after the other.
 
         Args:
           state: A handle, or a pytree of tensors.
@@ -118,7 +122,15 @@ class Checkpoints:
                 why="It writes files, and a graph repeats what is done on the device.",
                 fix="call it between steps, on the state that one has returned.",
             )
-        self.wait()
+        self._refuse_fork()
+        with self._turn:
+            self.wait()
+            self._copied(state, step, loader)
+            if wait:
+                self.wait()
+
+    def _copied(self, state: Any, step: int | None, loader: Loader | None) -> None:
+        """Copy a state, and let the thread write it."""
         leaves, treedef = opened(state)
         names = names_of(treedef, "checkpoints")
         _check_step(step, dict(zip(names, leaves, strict=True)).get("step"))
@@ -128,10 +140,10 @@ class Checkpoints:
             self._group = dist.new_group(backend="gloo")  # its own: the thread uses it beside the steps
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
-        copy = self._stage.take(names, leaves)
-        self._pending = self._writer.submit(self._write, copy, step, position, mesh)
-        if wait:
-            self.wait()
+        stage, self._stage = self._stage, Stage()
+        copy = stage.take(names, leaves)
+        self._pending.append(self._writer.submit(self._write, copy, step, position, mesh))
+        self._stage = stage
 
     def _write(self, copy: Copy, step: int | None, position: bytes, mesh: Mesh | None) -> None:
         """Runs in the thread."""
@@ -146,12 +158,14 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until the last checkpoint is complete, on all ranks; raises what writing it has raised."""
         self._refuse_fork()
-        if self._pending is not None:
-            pending = self._pending
-            error = pending.exception()
-            self._pending = None
-            if error is not None:
-                raise _of_rank(error)
+        with self._turn:
+            errors: list[BaseException | None] = []
+            while self._pending:  # each stays there until it is done, for whoever interrupts this
+                errors.append((first := self._pending[0]).exception())
+                if first in self._pending:
+                    self._pending.remove(first)
+        for error in filter(None, errors):
+            raise _of_rank(error)
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, in the order in which they were written."""
@@ -211,13 +225,15 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for the last checkpoint, end the thread, and let another process save in the folder."""
-        try:
-            self.wait()
-        finally:
-            if self._writer is not None:
-                self._writer.shutdown()
-            self._writer, self._stage = None, Stage()
-            self._lock.release()
+        self._refuse_fork()
+        with self._turn:
+            try:
+                self.wait()
+            finally:
+                if self._writer is not None:
+                    self._writer.shutdown()
+                self._writer, self._stage = None, Stage()
+                self._lock.release()
 
     def __enter__(self) -> Self:
         return self

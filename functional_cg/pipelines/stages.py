@@ -20,7 +20,7 @@ from ..tensors.aten import argument
 from ..tensors.fake_mode import FakeMode, without_log
 from ..tensors.overlap import storage_key
 from ..transforms.autodiff import refuse_vector, split_result
-from ..transforms.microbatches import refuse_objects
+from ..transforms.microbatches import refuse_objects, refuse_whole_numbers
 from .tape import Call, Part, Tape
 
 __all__ = ["Layout", "Rehearsal", "Stage", "rehearse"]
@@ -129,6 +129,8 @@ def rehearse(
             out = _called(name, partial(call, leaves, part, key))
             value, aux = (None, out) if forward_only else split_result(name, out) if has_aux else (out, None)
             refuse_objects(name, aux)
+            if not forward_only:  # of an evaluation, what is counted is summed
+                refuse_whole_numbers(name, aux)
             if value is None:
                 stages = _stages(tape)
             else:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +25,11 @@ __all__ = [
     "describe",
     "numel",
     "round_down",
+    "used_keys",
 ]
+
+# What keys are drawn from, with the numbers folded into them.
+_USED: ContextVar[list[tuple[Tensor, Any]] | None] = ContextVar("keys in use", default=None)
 
 
 def describe(value: object) -> str:
@@ -33,7 +40,18 @@ def describe(value: object) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}@{value.device}"
 
 
-def check_key(key: object) -> None:
+@contextlib.contextmanager
+def used_keys() -> Iterator[list[tuple[Tensor, Any]]]:
+    """Note each key that is drawn or derived from in this block, with what is folded into it."""
+    used: list[tuple[Tensor, Any]] = []
+    token = _USED.set(used)
+    try:
+        yield used
+    finally:
+        _USED.reset(token)
+
+
+def check_key(key: object, folded: object = None) -> None:
     if not isinstance(key, Tensor):
         fix = (
             "give the state one, `TrainState.create(..., key=fcg.random.key(0))`"
@@ -47,6 +65,8 @@ def check_key(key: object) -> None:
         rows = [f"key  expected int64[2]   got {describe(key)}"]
         fix = "pass one key, from `key(seed)`, or one row of `split(key, n)`, `keys[0]`."
         raise LayoutError.of("", "this is not a random key.", rows=rows, fix=fix)
+    if (used := _USED.get()) is not None:
+        used.append((key, folded))
 
 
 def check_operand(name: str, value: object, key: Tensor) -> None:

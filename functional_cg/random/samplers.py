@@ -96,7 +96,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
       >>> torch.equal(fold_in(key(0), 7), fold_in(key(0), torch.tensor(7)))
       True
     """
-    check_key(key)
+    check_key(key, data)
     if not isinstance(data, Tensor):
         check_integer("data", data, -(2**63), 2**64 - 1)
         first = torch.full((1,), signed(data, 64), dtype=torch.int64, device=key.device)

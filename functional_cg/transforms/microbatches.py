@@ -11,15 +11,16 @@ from einops import rearrange
 from torch import Tensor
 
 from .. import tree as pytree
-from ..errors import LayoutError
+from ..errors import CaptureError, LayoutError
 from ..messages.tracebacks import entry
 from ..pytree.trees import no_tensors
 from ..random import fold_in
+from ..random.arguments import used_keys
 from ..state.arena import BufferSpec
 from ..tensors.aten import adds_up
 from ..tree import path_string
 
-__all__ = ["microbatches", "refuse_objects", "sliced"]
+__all__ = ["microbatches", "refuse_objects", "refuse_whole_numbers", "sliced"]
 
 P = ParamSpec("P")
 Params = TypeVar("Params")
@@ -34,11 +35,11 @@ def microbatches(
 
     Wrap the result of :func:`value_and_grad`: activations of one slice are freed before the next starts. The second
     argument (the batch) is cut along dimension 0. A keyword argument ``key`` is folded with the slice's number, so
-    that slices draw differently. Floating and complex leaves of the result are averaged, in order; integer leaves
-    (counts) are summed.
+    that slices draw differently; a key that the function closes over is refused. Leaves of the result are averaged, in
+    order, and have to be floating or complex: a count as ``hits.float()``.
 
-    Buffers that each slice updates, such as those of batch norm, must be neither averaged nor summed: pass them as a
-    keyword argument, return the new ones in the auxiliary tree under the same name, and give that name as ``carry``.
+    Buffers that each slice updates, such as those of batch norm, must not be averaged: pass them as a keyword argument,
+    return the new ones in the auxiliary tree under the same name, and give that name as ``carry``.
 
     Args:
       k: Number of slices, at least 1.
@@ -49,8 +50,9 @@ def microbatches(
     Raises:
       ValueError: If ``k`` is not an integer of 1 or more.
       TypeError: If ``dtype`` is not a floating dtype of 16 bits or more, or the argument named by ``carry`` is missing.
-      LayoutError: If a leaf of the batch cannot be cut into ``k`` equal slices, a leaf of the result is not a tensor,
-        or the result has no value with the structure of the argument under the name ``carry``.
+      CaptureError: If two slices draw from the same key.
+      LayoutError: If a leaf of the batch cannot be cut into ``k`` equal slices, a leaf of the result has no mean, or
+        it has no value with the structure of the argument under the name ``carry``.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -85,18 +87,24 @@ def microbatches(
             key = kwargs.get("key")
             total: Any = None
             handed: list[int] = []
+            drawn: list[tuple[Tensor, Any]] = []
             for i in range(k):
                 if key is not None:
                     kwargs["key"] = fold_in(key, i)
                 part = pytree.unflatten(treedef, [leaf[i] for leaf in slices])
-                out = cast("Callable[..., Any]", fn)(params, part, *args, **kwargs)
+                with used_keys() as used:
+                    out = cast("Callable[..., Any]", fn)(params, part, *args, **kwargs)
+                _refuse_shared(name, drawn, used)
+                drawn = used
                 if total is None:
                     refuse_objects(name, out)
                 if carry is not None:
                     handed, kwargs[carry] = _handed_on(name, carry, kwargs, out)
+                if total is None:
+                    refuse_whole_numbers(name, out, handed, carry)
                 out = _by_position(partial(_in_dtype, dtype, handed), out)
                 total = out if total is None else _by_position(partial(_sum_or_last, handed), total, out)
-            return _by_position(partial(_mean_or_sum, k, handed), total)
+            return _by_position(partial(_mean_or_last, k, handed), total)
 
         return cast("Callable[Concatenate[Params, P], Out]", wrapped)
 
@@ -128,9 +136,32 @@ def _sum_or_last(handed: Sequence[int], position: int, total: Tensor, new: Tenso
     return new if position in handed else total + new
 
 
-def _mean_or_sum(k: int, handed: Sequence[int], position: int, total: Tensor) -> Tensor:
-    averaged = (total.is_floating_point() or total.is_complex()) and position not in handed
-    return total / k if averaged else total
+def _mean_or_last(k: int, handed: Sequence[int], position: int, total: Tensor) -> Tensor:
+    return total if position in handed else total / k
+
+
+def _refuse_shared(
+    name: str, drawn: Sequence[tuple[Tensor, Any]], used: Sequence[tuple[Tensor, Any]]
+) -> None:
+    """Raise if a slice draws from a key that the one before has drawn from, with the same number folded in."""
+    for key, folded in used:
+        for other, number in drawn:
+            if _place(key) == _place(other) and (
+                folded is number or (type(folded) is int and folded == number)
+            ):
+                raise CaptureError.of(
+                    name,
+                    "draws from one key in several micro-batches.",
+                    why="The key is not one of the slice's own: all slices would draw the same numbers, such as the "
+                    "same dropout masks.",
+                    fix="take it as a keyword argument, `def loss_fn(params, batch, *, key):`, and pass it, "
+                    "`grads_of(params, batch, key=key)`: each slice gets another. What all slices share, draw before.",
+                )
+
+
+def _place(key: Tensor) -> tuple[int, int]:
+    """Tell keys apart: views of one tensor are the same if they begin at the same element."""
+    return id(key if key._base is None else key._base), int(key.storage_offset())
 
 
 def _handed_on(name: str, carry: str, kwargs: dict[str, Any], out: Any) -> tuple[list[int], Any]:
@@ -194,4 +225,35 @@ def refuse_objects(name: str, out: Any) -> None:
             "returns leaves that cannot be averaged over micro-batches.",
             rows=rows,
             fix="return tensors, and keep other objects outside of the function.",
+        )
+
+
+def refuse_whole_numbers(name: str, out: Any, handed: Sequence[int] = (), carry: str | None = "") -> None:
+    """Raise if a result has integers or truth values, which have no mean.
+
+    Args:
+      name: Name of the function.
+      out: Its result.
+      handed: Positions of leaves that are handed on.
+      carry: Their name; None if nothing is handed on and something could be.
+    """
+    rows = [
+        f"{path_string(path, 'result')}  expected floating numbers   got {BufferSpec.of(leaf)}"
+        for position, (path, leaf) in enumerate(pytree.flatten_with_path(out)[0])
+        if position not in handed and not (leaf.is_floating_point() or leaf.is_complex())
+    ]
+    if rows:
+        kept = (
+            'buffers as a keyword argument, `microbatches(k, carry="buffers")`, `grads_of(params, batch, '
+            'buffers=buffers)`, and in the function `return loss, {"buffers": new_buffers}`; '
+            if carry is None
+            else ""
+        )
+        raise LayoutError.of(
+            name,
+            "returns whole numbers, which cannot be averaged over micro-batches.",
+            rows=rows,
+            why="A sum would be right for what a slice counts, and wrong for what it counts up, as batch norm does.",
+            fix=f"{kept}{'or ' if kept else ''}a count as `n.float()`, whose mean times the number of slices is its "
+            "sum.",
         )
