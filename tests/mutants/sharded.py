@@ -98,4 +98,42 @@ SHARDED = (
         (f"{SHARDING}test_misuse.py::test_mistake_is_refused_and_its_repair_works[norm-gloo]",),
         no_gpu=SEVERAL,
     ),
+    Mutant(
+        "N215",
+        "the end of a process group waits for a capture for ever",
+        (("            for ending in _endings():\n", "            for ending in ():\n"),),
+        (f"{SHARDING}test_endings.py::test_a_group_that_waits_for_a_capture_ends[destroy-all]",),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N216",
+        "the end of a process group frees what it does not wait for",
+        (
+            (
+                "            ended = groups if everyone else {ending.group_name}.intersection(groups)\n",
+                "            ended = groups\n",
+            ),
+        ),
+        (f"{SHARDING}test_endings.py::test_a_group_that_waits_for_a_capture_ends[destroy-one]",),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N217",
+        "a step whose process groups have ended replays a graph that is gone",
+        (
+            (
+                "        if not self.unchanged():\n            raise gone(",
+                "        if False:\n            raise gone(",
+            ),
+        ),
+        (f"{SHARDING}test_endings.py::test_a_step_whose_groups_have_ended_is_refused",),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N218",
+        "a collective of any backend is captured",
+        (("            if backend in _CAPTURED:\n", '            if backend in (*_CAPTURED, "gloo"):\n'),),
+        (f"{SHARDING}test_endings.py::test_a_collective_that_cannot_be_captured_is_refused[gloo]",),
+        no_gpu=SEVERAL,
+    ),
 )

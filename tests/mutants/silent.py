@@ -435,4 +435,68 @@ SILENT = (
         (f"{TRIAL}test_a_result_of_another_dtype_is_refused_before_anything_counts",),
         no_gpu="told from the trace",
     ),
+    Mutant(
+        "N219",
+        "counters of micro-batches are summed",
+        (
+            (
+                "        if position not in handed and not (leaf.is_floating_point() or leaf.is_complex())\n",
+                "        if leaf is None\n",
+            ),
+        ),
+        (
+            "tests/test_autodiff.py::test_whole_numbers_are_refused_and_the_advice_works[count-1]",
+            "tests/test_nn.py::test_batch_norm_trains_in_microbatches_as_in_torchs_own_loop[0.1]",
+        ),
+        no_gpu="told from the trace",
+    ),
+    Mutant(
+        "N220",
+        "all micro-batches draw from a key that the loss closes over",
+        (("                _refuse_shared(name, drawn, used)\n", ""),),
+        (
+            "tests/test_autodiff.py::test_a_key_that_is_closed_over_is_refused_and_the_advice_works[drawn-False]",
+        ),
+        no_gpu="told from the trace",
+    ),
+    Mutant(
+        "N221",
+        "a checkpoint is copied into the memory of one that is being written",
+        (("        stage, self._stage = self._stage, Stage()\n", "        stage = self._stage\n"),),
+        ("tests/test_checkpoints.py::test_a_save_in_the_middle_of_a_save_leaves_both_whole",),
+        no_gpu="it happens on the host",
+    ),
+    Mutant(
+        "N222",
+        "two threads save by one object at one time",
+        (
+            (
+                "        self._turn = threading.RLock()\n",
+                '        self._turn: Any = __import__("contextlib").nullcontext()\n',
+            ),
+        ),
+        ("tests/test_checkpoints.py::test_threads_that_save_at_one_time_save_whole_checkpoints",),
+        no_gpu="it happens on the host",
+    ),
+    Mutant(
+        "N223",
+        "a file is loaded whatever its checksum says",
+        (("    if kept is None or kept[1].decode() != found.hexdigest():\n", "    if kept is None:\n"),),
+        ("tests/test_checkpoint.py::test_each_flipped_bit_of_a_file_is_found",),
+        no_gpu="it happens on the host",
+    ),
+    Mutant(
+        "N224",
+        "what a killed save has left stays beside the file",
+        (("    _remove_left(target)\n", ""),),
+        ("tests/test_checkpoint.py::test_what_a_killed_save_left_goes_and_what_another_writes_stays",),
+        no_gpu="it happens on the host",
+    ),
+    Mutant(
+        "N225",
+        "a file that is being written is taken for one that was left",
+        (("    lock(file.fileno(), wait=True)\n", ""),),
+        ("tests/test_checkpoint.py::test_a_file_is_locked_until_it_has_its_name",),
+        no_gpu="it happens on the host",
+    ),
 )
