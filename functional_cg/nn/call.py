@@ -221,16 +221,17 @@ class Place:
         """Raise if a draw under ``torch.utils.checkpoint`` is in no submodule that will be known to run again."""
         if not submodules:
             raise self._cannot_repeat(
-                "what it wraps draws random numbers outside of its submodules: they would be other ones"
+                "what it wraps draws random numbers outside of its submodules: they would be other ones",
+                "draw in a submodule, of `self.drop = torch.nn.Dropout(p)` in `__init__`, `self.drop(y)`; or ",
             )
 
-    def _cannot_repeat(self, why: str) -> CaptureError:
+    def _cannot_repeat(self, why: str, first: str = "") -> CaptureError:
         return CaptureError.of(
             self._name,
             f"{self} calls `torch.utils.checkpoint`, as `fcg.remat` does.",
             rows=[here()],
             why=f"It runs the forward again in the backward pass, and {why}.",
-            fix="switch it off; in transformers, `model.gradient_checkpointing_disable()`. Around an `apply`, "
+            fix=f"{first}switch it off; in transformers, `model.gradient_checkpointing_disable()`. Around an `apply`, "
             "of the model or of a block, `fcg.remat(apply)(params, buffers, x, key=key)` does it.",
         )
 

@@ -359,9 +359,10 @@ def owned(value: Any) -> Any:
 
 
 def as_tensor(value: Any) -> Any:
-    """Convert Python numbers and numpy arrays to host tensors, as step inputs are: bool, i64 and f32 scalars.
+    """Convert Python numbers and numpy arrays to host tensors, as step inputs are: bool, i64, f32 and c64 scalars.
 
-    Floats become f64 if that is torch's default dtype. An array's memory is shared if torch can share it.
+    Floats become f64, and complex numbers c128, if that is torch's default dtype. An array's memory is shared if torch
+    can share it.
     What torch cannot hold (strings, objects, integers of more than 64 bits, floats beyond f32, masked arrays, arrays
     whose ``*`` is a matrix product) is returned as it is, to be reported with its key path.
     """
@@ -371,6 +372,9 @@ def as_tensor(value: Any) -> Any:
                 return torch.tensor(value, dtype=dtype, device="cpu")
         if isinstance(value, float):
             return _from_float(value)
+        if isinstance(value, complex):
+            parts = [_from_float(value.real), _from_float(value.imag)]
+            return torch.complex(*parts) if all(isinstance(one, Tensor) for one in parts) else value
         if type(value).__module__ == "numpy" and hasattr(value, "__array__") and not _multiplies_rows(value):
             return _from_numpy(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):

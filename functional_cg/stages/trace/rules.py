@@ -349,13 +349,17 @@ class Rules:
         )
 
     def _mutation(self, func: Any, owner: str, tensor: Tensor) -> ReadOnlyError:
+        pure = module_fix(tensor)
+        if pure:
+            copies = "buffers = {name: b.clone() for name, b in buffers.items()}"
+            pure = f"{pure.removesuffix('.')}; or run it on copies, `{copies}`, and return these in the new state."
         return ReadOnlyError.of(
             self._function,
             f"writes in place into `{owner}`.",
             rows=[f"{func}{at_here()}"],
             why="A step is a pure function: warm-up and replay would see different values than the eager run.",
             fix=(registered_fix(owner) if any(owner == name for name, _ in self._fixed.values()) else "")
-            or module_fix(tensor)
+            or pure
             or copy_fix(user_frame(), owner)
             or "compute a new tensor (`x = x + noise`) and return it in the new state"
             + (f", `state.replace({field}=...)`." if (field := _field(owner)) else "."),
