@@ -224,3 +224,16 @@ def test_a_checkpoint_that_draws_in_a_function_of_the_step() -> None:
         step_of(lambda key, y: F.dropout(y, 0.5), checkpointed)(state, x)
     one, other = (fcg.snapshot(step_of(by_key, run)(state, x)) for run in (checkpointed, kept))
     assert_trees_all_equal(one, other)
+
+
+def test_a_scatter_into_a_diagonal_whose_gradient_is_expanded() -> None:
+    """Its backward writes zeros into the gradient of a sum, which is expanded; and ``isclose`` of bools."""
+
+    def show(x: Tensor, y: Tensor) -> Any:
+        grad = fcg.grad(lambda x: torch.diagonal_scatter(x, y).sum())(x)
+        return grad, torch.isclose(x > 0, x > 1)
+
+    x, y = torch.randn(9, 9, generator=torch.Generator().manual_seed(0)), torch.zeros(9)
+    grad, close = fcg.graph_fn(show, lowering="inductor")(x, y)
+    assert torch.equal(grad, 1 - torch.eye(9))
+    assert torch.equal(close, (x > 0) == (x > 1))
