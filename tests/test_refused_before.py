@@ -226,6 +226,7 @@ def test_a_checkpoint_that_draws_in_a_function_of_the_step() -> None:
     assert_trees_all_equal(one, other)
 
 
+@pytest.mark.filterwarnings("ignore:.*_prims_common.check:FutureWarning")  # by a lowering of torch
 def test_a_scatter_into_a_diagonal_whose_gradient_is_expanded() -> None:
     """Its backward writes zeros into the gradient of a sum, which is expanded; and ``isclose`` of bools."""
 
