@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from .measure import BATCHES, environment
-from .systems.opponents import ours
 from .system import System
+from .systems.opponents import ours
 from .workloads import Workload, names, workload
 
 __all__ = ["main", "row"]

@@ -431,7 +431,12 @@ SILENT = (
     Mutant(
         "N214",
         "a result of another dtype than that of eager becomes a leaf",
-        (("    if rows:\n        raise miscompiled(\n", "    if False:\n        raise miscompiled(\n"),),
+        (
+            (
+                "        if rows:\n            raise miscompiled(\n",
+                "        if False:\n            raise miscompiled(\n",
+            ),
+        ),
         (f"{TRIAL}test_a_result_of_another_dtype_is_refused_before_anything_counts",),
         no_gpu="told from the trace",
     ),

@@ -47,7 +47,9 @@ _PRODUCTS = frozenset(
     }
 )
 
-_COMPARISONS = frozenset(getattr(_aten, name).Scalar for name in ("eq", "ne", "lt", "le", "gt", "ge"))
+_COMPARISONS = frozenset(
+    {_aten.eq.Scalar, _aten.ne.Scalar, _aten.lt.Scalar, _aten.le.Scalar, _aten.gt.Scalar, _aten.ge.Scalar}
+)
 
 # Kernels of a host that read a second operand without dimensions in single precision.
 _SINGLE_ON_A_HOST = frozenset({_aten.mul.Tensor, _aten.div.Tensor, _aten.div.Tensor_mode})
