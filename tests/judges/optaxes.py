@@ -39,6 +39,7 @@ def _pairs() -> dict[str, tuple[Any, Any]]:
     mask = {"a": True, "b": False, "c": True}
     labels = {"a": "one", "b": "other", "c": "one"}
     cosine = (optim.cosine(0.05, 20, 0.01), optax.cosine_decay_schedule(0.05, 20, 0.2))
+    warm_up = (optim.linear(0.01, 0.05, 15), optax.linear_schedule(0.01, 0.05, 15))
     wrap = (optim.scale_by_learning_rate(0.1), optax.scale_by_learning_rate(0.1))
     decayed = {"weight_decay": 0.05}
     return {
@@ -100,9 +101,9 @@ def _pairs() -> dict[str, tuple[Any, Any]]:
             optim.schedule_free(optim.sgd(0.05), 0.05, b1=0.8),
             contrib.schedule_free(optax.sgd(0.05), 0.05, b1=0.8),
         ),
-        "contrib.schedule_free schedule": (
-            optim.schedule_free(optim.sgd(cosine[0]), cosine[0], b1=0.8),
-            contrib.schedule_free(optax.sgd(cosine[1]), cosine[1], b1=0.8),
+        "contrib.schedule_free warm-up": (
+            optim.schedule_free(optim.sgd(warm_up[0]), warm_up[0], b1=0.8),
+            contrib.schedule_free(optax.sgd(warm_up[1]), warm_up[1], b1=0.8),
         ),
         "clip_by_global_norm": (optim.clip_by_global_norm(1.5), optax.clip_by_global_norm(1.5)),
         "clip": (optim.clip_by_value(0.3), optax.clip(0.3)),

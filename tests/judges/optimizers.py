@@ -99,6 +99,7 @@ def _trained(
     start, steps = leaves(), [leaves() for _ in range(STEPS)]
     missing = {1} if variant == "missing gradients" else set()
     groups = variant == "groups"
+    tx = make(dict(hyper))
     try:
         expected = _theirs(cls, hyper, start, steps, missing, groups)
     except Exception as error:  # torch's own class does not take this
@@ -106,7 +107,6 @@ def _trained(
     wide = [[g.double() for g in grads] for grads in steps]
     exact = _theirs(cls, hyper, [p.double() for p in start], wide, missing, groups)
     names = [f"p{i}" for i in range(len(shapes))]
-    tx = make(dict(hyper))
     if groups:
         rate = hyper.get("lr", _default(cls, "lr"))
         other = make({**hyper, "lr": 3 * rate})
