@@ -53,8 +53,8 @@ def test_the_page_has_every_reason() -> None:
         ),
         Row("OpInfo", "cos", "aten", "cpu", "2").add([Verdict("refused", "float32[0]", "no | yes")]),
     ]
-    text = page(rows)
-    assert "| OpInfo | cpu | 2 | aten | 2 | 0 (1) | 0 (0) | 0 (0) | 0 (0) | 1 (1) | 1 (1) |" in text
+    text = page(rows, {("OpInfo", "2"): 700})
+    assert "| OpInfo | cpu | 2 | aten | 2 of 700 | 0 (1) | 0 (0) | 0 (0) | 0 (0) | 1 (1) | 1 (1) |" in text
     assert "| OpInfo | off | `sin float32[0]` |" in text
     assert "| OpInfo | no \\| yes | `cos` |" in text
 

@@ -10,6 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
+import torch
+
 from tests.judges import pool
 from tests.judges.document import PAGE, page
 from tests.judges.judges import JUDGES
@@ -37,13 +39,18 @@ def main() -> None:
     if options.worker:
         pool.work(options.device)
     elif options.page:
-        PAGE.write_text(page(pool.read(options.page)), encoding="utf-8")
-        sys.stdout.write(f"{PAGE}\n")
+        _write(options.page)
     else:
         lowerings = [options.lowering] if options.lowering else ["aten", "inductor"]
         pool.run(options, lowerings)
-        PAGE.write_text(page(pool.read([options.out])), encoding="utf-8")
-        sys.stdout.write(f"{PAGE}\n")
+        _write([options.out])
+
+
+def _write(files: list[Path]) -> None:
+    """Write the page of the rows of some files."""
+    totals = {(judge.JUDGE, torch.__version__): len(judge.cases("cpu")) for judge in JUDGES.values()}
+    PAGE.write_text(page(pool.read(files), totals), encoding="utf-8")
+    sys.stdout.write(f"{PAGE}\n")
 
 
 if __name__ == "__main__":

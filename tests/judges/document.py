@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tests.judges.rows import OUTCOMES, Row
@@ -31,8 +31,8 @@ A case is one op, class or scenario, and ends as its worst comparison; compariso
 """
 
 
-def page(rows: Iterable[Row]) -> str:
-    """The whole page."""
+def page(rows: Iterable[Row], totals: Mapping[tuple[str, str], int]) -> str:
+    """The whole page; ``totals`` has the number of cases by judge and version of torch, where it is known."""
     groups: dict[tuple[str, str, str, str], list[Row]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: (row.key, row.torch)):
         groups[row.judge, row.device, row.torch, row.lowering].append(row)
@@ -47,7 +47,9 @@ def page(rows: Iterable[Row]) -> str:
         for row in of_group:
             compared.update(row.counts)
         cells = [f"{cases[outcome]} ({compared[outcome]})" for outcome in OUTCOMES]
-        lines.append(_line(*key, str(len(of_group)), *cells))
+        total = totals.get((key[0], key[2]), len(of_group))
+        number = str(total) if total == len(of_group) else f"{len(of_group)} of {total}"
+        lines.append(_line(*key, number, *cells))
     for outcome in reversed(OUTCOMES[2:]):
         lines += _names(outcome, groups)
     lines += _rounded(groups)

@@ -183,7 +183,9 @@ def _loss(item: Item, leaves: list[Tensor], tensors: list[Tensor]) -> tuple[Tens
     """The result of an op, and a number that depends on all of it."""
     now = list(tensors)
     for n, leaf in zip(item.wanted, leaves, strict=True):
-        now[n] = torch.view_as_complex(leaf) if tensors[n].is_complex() else leaf
+        if tensors[n].is_complex():
+            leaf = torch.view_as_complex(leaf if leaf.stride(-1) == 1 else leaf.contiguous())
+        now[n] = leaf
     outs = item.call(now)
     loss = None
     for out in outs:
