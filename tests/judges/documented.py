@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["DOCUMENTED", "UNINITIALISED", "Difference", "reason_of"]
+__all__ = ["DOCUMENTED", "EXACT", "UNINITIALISED", "Difference", "reason_of"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ DOCUMENTED = (
     Difference(
         "optax", "adafactor|scale_by_factored_rms", OFF, "torch's variant: other factors, eps and clipping"
     ),
-    Difference("optax", "contrib.(scale_by_)?muon", OFF, "torch's axes and scale: max(1, rows / columns)"),
+    Difference("optax", "contrib.muon", OFF, "torch's axes and scale: max(1, rows / columns)"),
     Difference(
         "optax", "adaptive_grad_clip", OFF, "a unit is a row, as in torch's layers; in optax a column"
     ),
@@ -94,6 +94,14 @@ UNINITIALISED = frozenset(
         "new_empty_strided",
     }
 )
+
+# Ops that do not round: whatever compiles them, their results have the bits of the eager run.
+EXACT = frozenset(
+    {
+        "abs", "ceil", "clamp", "clamp_max", "clamp_min", "copysign", "floor", "fmax", "fmin", "frexp", "heaviside",
+        "max", "maximum", "min", "minimum", "neg", "nextafter", "nn.functional.relu", "sgn", "sign", "trunc", "where",
+    }
+)  # fmt: skip
 
 
 def reason_of(judge: str, case: str, device: str, where: str, why: str) -> str | None:

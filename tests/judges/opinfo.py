@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import functional_cg as fcg
-from tests.judges.documented import UNINITIALISED
+from tests.judges.documented import EXACT, UNINITIALISED
 from tests.judges.rows import Row, Verdict, compare, first_line
 
 __all__ = ["JUDGE", "cases", "run"]
@@ -54,6 +54,7 @@ class Item:
       call: Maps the sample's tensors to the tensors of the result.
       tensors: Of the sample.
       wanted: Which of them have gradients.
+      rounds: False if results of the op are among its inputs' own values, or their neighbours.
       plain: The loss is a plain sum, whose gradient is one expanded number; otherwise elements have weights.
     """
 
@@ -62,11 +63,12 @@ class Item:
     tensors: list[Tensor]
     wanted: list[int]
     plain: bool = False
+    rounds: bool = True
     expected: list[Tensor] = field(default_factory=list)
 
     def without_gradients(self) -> Item:
         """The op of the sample alone."""
-        alone = Item(self.where, self.call, self.tensors, [])
+        alone = Item(self.where, self.call, self.tensors, [], rounds=self.rounds)
         alone.expected = eagerly(alone)
         return alone
 
@@ -143,6 +145,8 @@ def _items(op: Any, dtype: torch.dtype, count: int, device: str) -> tuple[list[I
         for form, function in forms:
             where = f"{name}[{index}]{form}"
             item = _item(samples[index], function, where, differentiable, bool(form), plain=n % 2 == 1)
+            # The sign of a complex number divides.
+            item.rounds = op.name not in EXACT or dtype.is_complex
             try:
                 item.expected = eagerly(item)
             except Exception as error:  # eager torch refuses the sample in this form
@@ -320,5 +324,7 @@ def _verdict(item: Item, result: list[Tensor], values: bool) -> Verdict:
         if verdict.outcome == "DIFFERS":
             return verdict
         if verdict.outcome == "rounded":
+            if n < first and not item.rounds:
+                return Verdict("DIFFERS", where, "other bits, though the op does not round")
             worst = verdict
     return worst

@@ -92,6 +92,7 @@ def _pairs() -> dict[str, tuple[Any, Any]]:
             optax.novograd(0.03, 0.8, 0.9, eps=1e-8, **decayed),
         ),
         "adafactor": (optim.adafactor(0.03), optax.adafactor(0.03)),
+        # `contrib.scale_by_muon` alone has no form for a tree of plain arrays.
         "contrib.muon": (
             optim.muon(0.03, 0.8, ns_dtype=torch.float64, weight_decay=0.0),
             contrib.muon(0.03, beta=0.8),
@@ -175,10 +176,6 @@ def _pairs() -> dict[str, tuple[Any, Any]]:
         "scale_by_factored_rms": (
             optim.scale_by_factored_rms(0.7),
             optax.scale_by_factored_rms(decay_rate=0.7),
-        ),
-        "contrib.scale_by_muon": (
-            optim.scale_by_muon(0.8, ns_dtype=torch.float64),
-            contrib.scale_by_muon(beta=0.8),
         ),
     }
 
