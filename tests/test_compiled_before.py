@@ -16,7 +16,9 @@ from torch._inductor import config
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import fresh_cache
 
+import functional_cg as fcg
 from functional_cg.stages.core import lookup
+from functional_cg.stages.fx_passes import rounding
 from functional_cg.stages.lower import inductor
 from functional_cg.tensors.fake_mode import compiler_mode
 from tests.test_core_graph import PROGRAMS, cored, graph_of, matrices
@@ -86,6 +88,23 @@ def test_what_is_gone_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None
         assert len(made) == number
     compile_it(module, x, y)
     assert len(made) == 4
+
+
+@pytest.mark.usefixtures("cache")
+def test_what_another_version_of_a_pass_makes_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an older version of this library compiled is not found, by torch's key either."""
+
+    whole, half = torch.arange(2000, 4000), torch.linspace(0.1, 0.9, 2000).half()
+
+    def compiled() -> Tensor:
+        step = fcg.graph_fn(lambda x, y: x * y, lowering="inductor", certify=False)
+        return step(whole, half)  # type: ignore[no-any-return]
+
+    with monkeypatch.context() as older:
+        older.setattr(lookup, "_digest", lambda: "older")
+        older.setattr(rounding, "_round_operands", lambda graph, node: False)
+        assert not torch.equal(compiled(), whole * half)
+    assert torch.equal(compiled(), whole * half)
 
 
 def inductor_cache() -> str:

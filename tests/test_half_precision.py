@@ -161,6 +161,13 @@ def in_decimals(x: Tensor, _: Tensor) -> Any:
     return (*rounded, half.round())
 
 
+def with_integers(x: Tensor, _: Tensor) -> Any:
+    """Integers become halves before a call computes with them."""
+    whole = (x * 1000).long() + 2000
+    halves = (x.to(BF16), x.to(F16))
+    return [out for half in halves for out in (whole * half, whole + half, half - whole, half / whole)]
+
+
 def by_powers(x: Tensor, _: Tensor) -> Any:
     """``ldexp`` of mixed dtypes, and a loss whose dtype is that of the prediction alone."""
     half, whole = x.to(F16), (x * 4).long()
@@ -169,7 +176,7 @@ def by_powers(x: Tensor, _: Tensor) -> Any:
     return (*(torch.ldexp(*pair) for pair in pairs), loss, loss.float() + 1)
 
 
-@pytest.mark.parametrize("fn", [compared, promoted_by_dimensions, in_decimals, by_powers])
+@pytest.mark.parametrize("fn", [compared, promoted_by_dimensions, in_decimals, with_integers, by_powers])
 @compiled
 def test_numbers_and_dtypes_are_those_of_torchs_kernels(
     compiled_on: str, fn: Callable[[Tensor, Tensor], Any]

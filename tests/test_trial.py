@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import random
+import signal
 from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
@@ -362,6 +365,28 @@ def test_a_compiled_step_that_goes_wrong_later_is_refused_before_its_state_count
             broken[0] = False
         state, _ = step(state, batch)
         torch.testing.assert_close(fcg.snapshot(state).params, fcg.snapshot(twin).params)
+
+
+def test_an_interrupt_of_a_compared_call_leaves_a_whole_state() -> None:
+    """It comes once the new state counts, as in any other call."""
+    strikes = [False]
+
+    def compiler(graph: fx.GraphModule, inputs: Any) -> Any:
+        def run(*given: Tensor) -> Any:
+            if strikes[0]:
+                os.kill(os.getpid(), signal.SIGINT)
+            return graph(*given)
+
+        return run
+
+    state = fcg.place({"w": torch.zeros(3)})
+    step = fcg.graph_step(lambda s, x: ({"w": s["w"] + x}, {}), lowering=compiler, certify=1)
+    for call in range(1, 5):
+        strikes[0] = call > 1
+        with pytest.raises(KeyboardInterrupt) if call > 1 else contextlib.nullcontext():
+            step(state, torch.ones(3))
+        state = state.latest()
+        assert (state.generation, state["w"].tolist()) == (call, [call] * 3)
 
 
 def hinge(x: Tensor, batch: Tensor, count: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ class Certified:
         self._due += self._every or self._due
         with held_back(), _apart(turn.torn() for turn in {arena.turn for arena in self._arenas}):
             metrics = self._compared()
-        uninterrupted(before)
+            uninterrupted(before)  # the slots hold the new state from here on
         return metrics
 
     def _compared(self) -> Sequence[Tensor]:

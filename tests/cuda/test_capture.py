@@ -66,7 +66,7 @@ def profiled(call: Callable[[], Any]) -> tuple[Any, Counter[str]]:
 @needs_gpu
 @lowerings
 def test_a_call_is_one_graph_launch_and_copies(lowering: Any, say: Callable[[str], None]) -> None:  # noqa: F811
-    step = fcg.graph_step(mlp_step, lowering=lowering)
+    step = fcg.graph_step(mlp_step, lowering=lowering, certify="first")
     state = mlp_state()
     for i in range(3):
         state, metrics = step(state, mlp_batch(i))

@@ -55,7 +55,7 @@ def test_taps_are_what_the_step_computed(lowering: Any) -> None:
 
 @needs_gpu
 def test_a_tap_waits_for_nothing() -> None:
-    step = fcg.graph_step(tapping)
+    step = fcg.graph_step(tapping, certify="first")
     state = mlp_state()
     batches = [mlp_batch(n) for n in range(8)]
     for batch in batches[:3]:

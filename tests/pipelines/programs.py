@@ -103,7 +103,11 @@ def loss_of(cut: Callable[[Any], Any], run: Run) -> Callable[..., Any]:
         x = x + first if has("skip") else x
         logits = x @ (params["emb"].T if has("tied") else params["head"])
         loss = F.cross_entropy(logits, batch["y"])
-        return (loss, {"top": logits.detach().amax(), "rows": (batch["y"] > 3).sum()}) if has("aux") else loss
+        return (
+            (loss, {"top": logits.detach().amax(), "rows": (batch["y"] > 3).float().sum()})
+            if has("aux")
+            else loss
+        )
 
     return loss_fn
 

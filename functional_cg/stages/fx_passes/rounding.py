@@ -91,7 +91,7 @@ def keep_roundings(graph: fx.Graph) -> bool:
 def _round_operands(graph: fx.Graph, node: fx.Node) -> bool:
     """Round what an elementwise call casts to half precision before it computes; whether there is any.
 
-    That is what has no dimensions where others have some, and the number that a tensor is compared with.
+    That is what has no dimensions where others have some, integers, and the number that a tensor is compared with.
     """
     if not node.meta.get("result") or torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return False
@@ -101,10 +101,14 @@ def _round_operands(graph: fx.Graph, node: fx.Node) -> bool:
     if len(dtypes) != 1 or not dtypes <= _HALF:
         return False
     (dtype,) = dtypes
-    kept = (
-        node.args[1] if node.target in _SINGLE_ON_A_HOST and node.meta["val"].device.type == "cpu" else None
-    )
-    wide = [(one, value) for one, value in operands if value.dtype not in _HALF and one is not kept]
+    on_host = node.meta["val"].device.type == "cpu"
+    kept = node.args[1] if node.target in _SINGLE_ON_A_HOST and on_host else None
+    operands += [(one, one.meta["val"]) for one in node.all_input_nodes if _is_integer(one)]
+    wide = [
+        (one, value)
+        for one, value in operands
+        if value.dtype not in _HALF and (one is not kept or value.dim())
+    ]
     for one, value in wide:
         with graph.inserting_before(node):
             rounded = graph.call_function(ROUNDED, (one, dtype))
@@ -118,6 +122,15 @@ def _round_operands(graph: fx.Graph, node: fx.Node) -> bool:
 def _is_float(node: fx.Node) -> bool:
     value: Any = node.meta.get("val")
     return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _is_integer(node: fx.Node) -> bool:
+    value: Any = node.meta.get("val")
+    return (
+        isinstance(value, Tensor)
+        and value.dtype is not torch.bool
+        and not (value.is_floating_point() or value.is_complex())
+    )
 
 
 def _is_half(node: fx.Node) -> bool:

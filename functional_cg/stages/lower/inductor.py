@@ -165,6 +165,7 @@ def _made(module: fx.GraphModule) -> Any:
     rounds = keep_roundings(module.graph)
     last = compiler_pass(signatures(module.graph))
     keep_signs(module.graph)
+    module.recompile()  # torch looks up compiled graphs by the module's code
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     outputs: Any = module.graph.output_node().args[0]
     extra: Any = compile_fx.create_compiler_config_extra

@@ -21,6 +21,12 @@ KINDS = ("positive", "negative", "large")
 OVERFLOW = "overflow"
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
+_STILL = frozenset({torch.uint16, torch.uint32, torch.uint64})  # which GPUs do not add
+# Calls that round once: where another one overflows in half precision, that is for its kernel to decide.
+_ROUND_ONCE = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in "_to_copy add sub mul div sum mm bmm addmm baddbmm _foreach_add _foreach_mul".split()
+)
 _SMALL = 0.01  # the size of numbers in place of zeros
 _COUNT = 1000  # steps that counters are ahead
 _HUGE = 2.0**17  # the largest number of float16 is 65,504
@@ -43,7 +49,7 @@ def vary(tensor: Tensor, kind: str, seed: int, *, leaf: bool) -> None:
     if tensor.dtype is torch.bool:
         tensor.copy_({"positive": tensor | True, "negative": tensor & False}.get(kind, ~tensor))
     elif not (tensor.is_floating_point() or tensor.is_complex()):
-        if kind != OVERFLOW:
+        if kind != OVERFLOW and tensor.dtype not in _STILL:
             tensor.add_(
                 {"positive": min(_COUNT, torch.iinfo(tensor.dtype).max // 4), "negative": 3}.get(kind, 1)
             )
@@ -70,7 +76,10 @@ def _numbers(old: Tensor, kind: str, some: Tensor, *, leaf: bool) -> Tensor:
 
 
 class Finite:
-    """Watches which calls make numbers that are not finite out of finite ones, in single or double precision."""
+    """Watches which calls make numbers that are not finite out of finite ones, in single or double precision.
+
+    In half precision, too, if a call rounds on the way to its result: how often, other kernels do otherwise.
+    """
 
     def __init__(self) -> None:
         self._flags: list[Tensor] = []
@@ -79,10 +88,11 @@ class Finite:
 
     def __call__(self, instr: Instr, made: Sequence[tuple[Var, Tensor]]) -> None:
         read, wide = [self._flag_of[var] for var in instr.inputs() if var in self._flag_of], []
+        once = getattr(instr.op, "overloadpacket", None) in _ROUND_ONCE
         for var, tensor in made:
-            if tensor.is_floating_point() or tensor.is_complex():
+            if tensor.itemsize > 1 and (tensor.is_floating_point() or tensor.is_complex()):
                 self._flag_of[var] = len(self._flags)
-                wide += [len(self._flags)] if tensor.itemsize > 2 else []
+                wide += [] if once and tensor.itemsize == 2 else [len(self._flags)]
                 self._flags.append(tensor.isfinite().all())
         self._rows.append((read, wide))
 
