@@ -175,9 +175,7 @@ def _fits(line: tuple[str, str, int, int, str], values: list[Tensor]) -> Tensor 
 @st.composite
 def gated(draw: DrawFn, *, max_lines: int = 6) -> Gated:
     """Draw a loss with gates over values that are laid out in many ways and written in part."""
-    numbers = torch.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS).float()
-    state = {"params": numbers.remainder(5) - 2, "count": torch.zeros((), dtype=torch.int64)}
-    x = numbers.remainder(7) - 3
+    state, x = _start()
     params = state["params"].clone().requires_grad_()
     values, lines = [params, x.clone()], []
     for _ in range(draw(st.integers(2, max_lines))):
@@ -209,9 +207,11 @@ def gated(draw: DrawFn, *, max_lines: int = 6) -> Gated:
 
 def found_before() -> list[Gated]:
     """The programs that a compiler got wrong: a write in memory with stride 0, and one that reads what it replaces."""
+    names = ("rows", "swapped")
+    return [Gated(*_start(), (("write", name, 0, 1, "product"),), (("hinge", 2),)) for name in names]
+
+
+def _start() -> tuple[dict[str, Tensor], Tensor]:
     numbers = torch.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS).float()
     state = {"params": numbers.remainder(5) - 2, "count": torch.zeros((), dtype=torch.int64)}
-    return [
-        Gated(state, numbers.remainder(7) - 3, (("write", name, 0, 1, "product"),), (("hinge", 2),))
-        for name in ("rows", "swapped")
-    ]
+    return state, numbers.remainder(7) - 3

@@ -401,7 +401,9 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     whole = (tmp_path / "whole").read_bytes()
     for content in (b"", b"hello, this is a text and no checkpoint", whole[:-1], whole[:20], whole + b"x"):
         (tmp_path / "bad").write_bytes(content)
-        with pytest.raises(ValueError, match=r"fcg\.load: .*bad is no safetensors file, or not a whole one"):
+        with pytest.raises(
+            ValueError, match=r"fcg\.load: .*bad is no(t what was written| safetensors file, or not)"
+        ):
             fcg.load(tmp_path / "bad", state)
     with pytest.raises(FileNotFoundError, match=r"No such file or directory: '.*absent'"):
         fcg.load(tmp_path / "absent", state)

@@ -170,15 +170,14 @@ def _lacking(trial: Trial) -> str:
 def _refuse(name: str, found: Sequence[Difference], mesh: Mesh | None, trial: Trial, call: int = 1) -> None:
     if not on_any(mesh, name, bool(found)):
         return
+    on_others = f"; here, on other values made from those of the call ({trial.kind})" if trial.kind else ""
     where = f"rank {mesh.rank} has found no difference, another rank has" if mesh is not None else ""
     raise miscompiled(
         name,
         "something else; the state is unchanged.",
         map(str, found) if found else [where],
-        "Before the first call changes the state, the compiled step is compared with its calls, run one by one, on the "
-        "values of the call and on others made from them."
-        if call == 1
-        else f"Before call {call:,} changes the state, the compiled step is compared with its calls, run one by one.",
+        f"Before {'the first call' if call == 1 else f'call {call:,}'} changes the state, the compiled step is "
+        f"compared with its calls, run one by one{on_others}.",
     )
 
 

@@ -114,12 +114,13 @@ class Trial:
     Attributes:
       lacking: Bytes of memory that the reference lacks; if not 0, nothing was compared.
       share: The largest difference found, as a fraction of what rounding explains.
+      kind: Which values it was found on; empty for those of the call.
     """
 
     def __init__(self, reference: Reference, plan: ExecutionPlan, together: Callable[[bool], bool]) -> None:
         self._reference, self._plan, self._together = reference, plan, together
         self._judge = Judge(reference, together)
-        self.lacking, self.share = 0, 0.0
+        self.lacking, self.share, self.kind = 0, 0.0, ""
 
     def rehearse(self, buffers: Buffers, scratch: Sequence[Tensor]) -> None:
         """Compile the plan and run it once on other inputs, so that the trial exposes anything it keeps of them.
@@ -175,6 +176,7 @@ class Trial:
                 continue
             wrong = judge.limits(make(), space.buffers, again, times=_GROSS)
             if self._together(bool(wrong)):
+                self.kind = kind
                 again()
                 return judge.described(wrong, make, space.buffers)
         return []
@@ -242,6 +244,7 @@ class TrialOfFunctions(Trial):
             space.vary(kind)
             found = self._compared(space, times=_GROSS)
             if self._together(bool(found)):
+                self.kind = kind
                 return found
         return []
 

@@ -23,9 +23,9 @@ OVERFLOW = "overflow"
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _STILL = frozenset({torch.uint16, torch.uint32, torch.uint64})  # which GPUs do not add
 # Calls that round once: where another one overflows in half precision, that is for its kernel to decide.
+_aten = torch.ops.aten
 _ROUND_ONCE = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in "_to_copy add sub mul div sum mm bmm addmm baddbmm _foreach_add _foreach_mul".split()
+    {_aten._to_copy, _aten.add, _aten.sub, _aten.mul, _aten.div, _aten.sum, _aten.mm, _aten.bmm, _aten.addmm}
 )
 _SMALL = 0.01  # the size of numbers in place of zeros
 _COUNT = 1000  # steps that counters are ahead
@@ -69,8 +69,9 @@ def _numbers(old: Tensor, kind: str, some: Tensor, *, leaf: bool) -> Tensor:
     if leaf and not old.dim():  # a rate or a decay
         return old * (1.0 - some / 4)
     if kind == "large" or old.is_complex():
-        return old * (1.0 + some) * (1.0 if leaf else 16.0)
-    size = torch.where(old == 0, _SMALL, old.abs()) * (1.0 + some) * (2.0 if leaf else 8.0)
+        return old * (0.75 + some / 2) * (1.0 if leaf else 8.0)
+    # Not much larger: what an attention makes of large scores is a difference of equal numbers, and no rounding.
+    size = torch.where(old == 0, _SMALL, old.abs()) * (0.75 + some / 2) * (1.0 if leaf else 2.0)
     signed = bool((old < 0).any()) if leaf else True
     return -size if kind == "negative" and signed else size
 
