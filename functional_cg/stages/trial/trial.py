@@ -246,6 +246,7 @@ class TrialOfFunctions(Trial):
             if self._together(bool(found)):
                 self.kind = kind
                 return found
+        self.lacking = 0  # what those of the call needed was there
         return []
 
     def again(
