@@ -100,6 +100,13 @@ class Reference:
         static = {var.storage for var in self._bound_vars()}
         return {one: size for one, size in storage_bytes(self._instrs).items() if one not in static}
 
+    @cached_property
+    def _memory(self) -> tuple[int, int]:
+        """Bytes that a run holds at most, and those of the copies that it makes beside them."""
+        copies = sum(self.program.constants[one].var.spec.nbytes for one in self._written)
+        beside = max(map(_copied, self._instrs), default=0) + copies
+        return peak_bytes(self._instrs, (), self._sizes), beside
+
     def run(
         self,
         buffers: Buffers,
@@ -157,11 +164,8 @@ class Reference:
         Returns:
           Bytes that are lacking: those of the call that takes most, or of what would have to wait.
         """
-        beside = max(map(_copied, self._instrs), default=0)
-        beside += sum(
-            self.program.constants[one].var.spec.nbytes for one in self._written
-        )  # runs write copies
-        if peak_bytes(self._instrs, (), self._sizes) + beside <= room:
+        peak, beside = self._memory
+        if peak + beside <= room:
             self._aside = {}
             return 0
         takes = (sum(self._sizes.get(one, 0) for one in _touched(instr)) for instr in self._instrs)
