@@ -147,3 +147,12 @@ def test_what_a_compilation_waits_for_starts_before_a_trace(device: str, lowerin
             if thread.name == "hash of compilers":
                 thread.join(60.0)
     assert started.called == hashed.called == starts
+
+
+@pytest.mark.parametrize("lowering", ["inductor", lambda graph, inputs: graph], ids=["inductor", "given"])
+def test_a_step_without_calls_needs_no_compiler(lowering: Any) -> None:
+    state = fcg.place({"a": torch.ones(2), "b": torch.zeros(2)})
+    step = fcg.graph_step(lambda s: ({"a": s["b"], "b": s["a"]}, {"m": s["a"]}), lowering=lowering)
+    for call in range(16):
+        state, metrics = step(state)
+        assert (metrics["m"].tolist(), state["a"].tolist()) == ([(call + 1) % 2] * 2, [call % 2] * 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -71,6 +72,7 @@ def test_each_formula_has_calls() -> None:
         "aten::_efficientzerotensor",
         "aten::index_fill",
         "aten::ldexp",
+        "aten::nextafter",
         "aten::round",
         "fcg::normalized",
     }
@@ -80,6 +82,18 @@ def test_each_formula_has_calls() -> None:
 def test_a_zero_tangent_has_memory() -> None:
     made = FORMULAS["aten::_efficientzerotensor"]([2, 3], dtype=torch.float64)
     assert torch.equal(made.fill_(1.0), torch.ones(2, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_next_number_in_half_precision(dtype: torch.dtype) -> None:
+    limits = torch.finfo(dtype)
+    numbers = [0.0, 1.0, 3.14, math.inf, limits.max, limits.tiny, limits.smallest_normal / 4]
+    values = torch.tensor([*numbers, *(-one for one in numbers), math.nan]).to(dtype)
+    x, other = values[:, None].expand(15, 15).contiguous(), values.expand(15, 15).contiguous()
+    found = fcg.graph_fn(torch.nextafter, lowering="inductor")(x, other)
+    expected = torch.nextafter(x, other)
+    same = found.view(torch.int16) == expected.view(torch.int16)
+    assert bool((same | (found.isnan() & expected.isnan())).all())
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -75,6 +75,8 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
             beside_collectives(program, device, _held(program), options.branch_memory)
             return BranchedPlan(program, schedule(program), _spread(program, options))
         plan: ExecutionPlan = lower_aten(program)
+    elif not program.instrs:
+        plan = lower_aten(program)  # there is nothing to compile
     else:
         plan = _compiled(program, device, options, reference, lanes=lanes)
     if told or (asked and not auto and not plan.branches):

@@ -166,6 +166,21 @@ def _round(x: Tensor, *, decimals: int = 0) -> Tensor:
     return scaled.round() / power if decimals > 0 else scaled.round() * power
 
 
+def _nextafter(x: Tensor, other: Tensor) -> Tensor:
+    """As torch's kernels; its compiler takes the next number of single precision, which rounds back to ``x``.
+
+    Without their signs, the bits of numbers are whole numbers in the same order.
+    """
+    x, other = torch.broadcast_tensors(x, other)
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return torch.ops.aten.nextafter.default(x, other)  # type: ignore[no-any-return]
+    bits = x.clone().view(torch.int16)
+    away = torch.where((x > 0) == (other > x), bits + 1, bits - 1)
+    least = torch.where(other > 0, 1, -(2**15) + 1).to(torch.int16)
+    found = torch.where(x == 0, least, away).to(torch.int16).view(x.dtype)
+    return torch.where(x == other, other, torch.where((x != x) | (other != other), x + other, found))
+
+
 FORMULAS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "aten::_efficientzerotensor": _zero_tangent,
@@ -175,6 +190,7 @@ FORMULAS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "aten::_fused_adagrad": _adagrad,
         "aten::index_fill": _index_fill,
         "aten::ldexp": _ldexp,
+        "aten::nextafter": _nextafter,
         "aten::round": _round,
         "fcg::normalized": apply_statistics,
     }
