@@ -207,8 +207,15 @@ def gated(draw: DrawFn, *, max_lines: int = 6) -> Gated:
 
 def found_before() -> list[Gated]:
     """The programs that a compiler got wrong: a write in memory with stride 0, and one that reads what it replaces."""
-    names = ("rows", "swapped")
-    return [Gated(*_start(), (("write", name, 0, 1, "product"),), (("hinge", 2),)) for name in names]
+    rows = (("write", "rows", 0, 1, "product"),)
+    moved = [
+        (("laid", "twice", 0, 0, "as_is"), ("scatter", name, 2, 2, "as_is"))
+        for name in ("slice_scatter", "diagonal_scatter", "index_add", "index_copy")
+    ]
+    return [
+        Gated(*_start(), rows, (("hinge", 2),)),
+        *(Gated(*_start(), lines, (("open", 3), ("squares", 3))) for lines in moved),
+    ]
 
 
 def _start() -> tuple[dict[str, Tensor], Tensor]:

@@ -1018,7 +1018,7 @@ HAZARDS = (
          "impossible: both are measured on memory of their own, before the first call changes the state",
          "compiled_branches::test_lanes_stay_if_they_are_measured_to_be_faster",
          "branches_cuda::test_what_was_measured_to_be_faster_runs_and_the_state_is_left_alone"),
-    _row(198, 1, "N176 N177", "warm-ups count on, and read behind the end of a table: an error, or a fault on a GPU",
+    _row(198, 1, "N176", "warm-ups count on, and read behind the end of a table: an error, or a fault on a GPU",
          "impossible: what is an index is as the state has it, in each run of a warm-up, a measurement, a certificate",
          "H57::test_h198_each_run_of_a_warm_up_begins_where_the_state_is",
          "H57::test_h198_so_does_each_step_of_a_certificate"),

@@ -240,13 +240,6 @@ BRANCHES = (
         no_gpu="a fault there would end the process of the tests",
     ),
     Mutant(
-        "N177",
-        "a certificate reads behind the end of a table",
-        (("            space.reset(self._indices)\n", "            pass\n"),),
-        (f"{WARM_UP}test_h198_so_does_each_step_of_a_certificate[cpu]",),
-        no_gpu="a fault there would end the process of the tests",
-    ),
-    Mutant(
         "N185",
         "what reads a view does not wait for the other value that it waits for",
         (("                    unit.writes |= {marks[number]}\n", "                    marks.clear()\n"),),

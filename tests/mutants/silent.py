@@ -306,8 +306,8 @@ SILENT = (
         "N201",
         "a compiler runs a write in place in memory with stride 0",
         (("(_overlaps(argument) or _reads_again(call, argument))", "(_reads_again(call, argument))"),),
-        (f"{EXACT}test_programs_with_gates_compiled",),
-        gpu=(f"{EXACT}test_programs_with_gates_compiled",),
+        (f"{EXACT}test_programs_with_gates_compiled[cpu as a GPU]",),
+        gpu=(f"{EXACT}test_programs_with_gates_compiled[cuda]",),
     ),
     Mutant(
         "N202",
@@ -371,8 +371,8 @@ SILENT = (
         "values that share memory come back from the host apart, and a write to one no longer shows in the others",
         (
             (
-                "empty.set_(memory[place], offset, shape, stride)",
-                "empty.set_(memory[place], offset, shape, stride).clone()",
+                ".set_(memory[place], offset, shape, stride)",
+                ".set_(memory[place], offset, shape, stride).clone()",
             ),
         ),
         ("tests/test_trial.py::test_views_of_one_storage_come_back_as_such[cpu]",),
@@ -406,7 +406,7 @@ SILENT = (
         "N211",
         "a part of a value is replaced in place by another part of the same memory",
         (("(_overlaps(argument) or _reads_again(call, argument))", "(_overlaps(argument))"),),
-        (f"{EXACT}test_programs_with_gates_compiled",),
+        (f"{EXACT}test_programs_with_gates_compiled[cpu as a GPU]",),
         no_gpu=NO_GPU,
     ),
     Mutant(
@@ -418,14 +418,14 @@ SILENT = (
                 "        for kind in ():\n            judge,",
             ),
         ),
-        (f"{TRIAL}test_what_the_first_batch_does_not_show_is_found_in_the_first_call",),
+        (f"{TRIAL}test_what_the_first_batch_does_not_show_is_found_in_the_first_call[cpu as a GPU-counted]",),
         no_gpu="the trial is the same on every device",
     ),
     Mutant(
         "N213",
         "a compiled step is compared in its first call alone",
         (("        if self._calls != self._due:\n", "        if True:\n"),),
-        (f"{TRIAL}test_a_compiled_step_that_goes_wrong_later_is_refused_before_its_state_counts",),
+        (f"{TRIAL}test_a_compiled_step_that_goes_wrong_later_is_refused_before_its_state_counts[4-cpu]",),
         no_gpu="the trial is the same on every device",
     ),
     Mutant(
