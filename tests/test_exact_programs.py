@@ -40,6 +40,7 @@ def test_values_overwritten_in_a_part(compiled_on: str) -> None:
     assert [text for text in found(drawn(12, 0, overwritten()), compiled_on, 12, 0) if text] == []
 
 
+@pytest.mark.filterwarnings("ignore:.*torch._prims_common.check:FutureWarning")  # torch's own, of a diagonal
 @compiled_once
 def test_programs_with_gates_compiled(compiled_on: str) -> None:
     """Writes to values whose elements share memory are those of eager, behind a gate that opens late, too."""
