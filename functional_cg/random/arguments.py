@@ -65,7 +65,7 @@ def check_key(key: object, folded: object = None) -> None:
         rows = [f"key  expected int64[2]   got {describe(key)}"]
         fix = "pass one key, from `key(seed)`, or one row of `split(key, n)`, `keys[0]`."
         raise LayoutError.of("", "this is not a random key.", rows=rows, fix=fix)
-    # torch.compile cannot read a context variable, and no slice of a micro-batch runs in it.
+    # torch.compile cannot read a context variable; `microbatches` never runs under it.
     if not torch.compiler.is_dynamo_compiling() and (used := _USED.get()) is not None:
         used.append((key, folded))
 

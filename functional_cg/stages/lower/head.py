@@ -50,9 +50,8 @@ class Results:
 
     def __init__(self, name: str, expected: Sequence[Var], program: Program | None = None) -> None:
         self._name, self._expected, self._program = name, expected, program
-        self._turned: list[int] | None = (
-            None  # places of results that lie otherwise; None before the first run
-        )
+        # Places of results in other strides; None before the first run.
+        self._turned: list[int] | None = None
 
     def as_traced(self, results: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the results of a run in the strides of the trace.
