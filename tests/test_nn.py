@@ -833,6 +833,20 @@ def test_backends_are_as_before_after_an_error() -> None:
     assert torch.backends.cudnn.enabled
 
 
+def test_an_rnn_runs_where_the_flags_of_backends_are_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are once a program has imported torch's own testing tools."""
+    frozen = torch.backends.flags_frozen.__globals__
+    monkeypatch.setitem(frozen, "__allow_nonbracketed_mutation_flag", False)
+    with pytest.raises(RuntimeError, match="flags"):
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    gru = nn.GRU(3, 2)
+    apply, params, buffers = fcg.from_module(gru)
+    x = torch.ones(4, 1, 3)
+    torch.testing.assert_close(apply(params, buffers, x)[0], gru(x))
+    assert torch.backends.mkldnn.enabled
+    assert torch.backends.cudnn.enabled
+
+
 # --- refused while it runs ----------------------------------------------------------------------------------------
 
 

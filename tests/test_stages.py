@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -242,31 +241,19 @@ def leaves(count: int) -> Any:
     return fcg.place({f"leaf{i}": torch.full((4,), float(i)) for i in range(count)})
 
 
-def test_host_path_does_not_depend_on_leaves(record_property):
-    batch, calls, seconds, first = {"x": torch.ones(4)}, {}, {}, {}
+def test_host_path_does_not_depend_on_leaves():
+    batch, calls = {"x": torch.ones(4)}, {}
     for count in (10, 10_000):
         step, state = fcg.graph_step(touch_one), leaves(count)
-        start = time.perf_counter()
-        state, _ = step(state, batch)
-        first[count] = time.perf_counter() - start
-        state, _ = step(state, batch)
+        for _ in range(2):
+            state, _ = step(state, batch)
         calls[count] = python_calls(lambda step=step, state=state: step(state, batch))
         state = state.latest()
-        best = float("inf")
-        for _ in range(5):
-            start = time.perf_counter()
-            for _ in range(200):
-                state, _ = step(state, batch)
-            best = min(best, (time.perf_counter() - start) / 200)
-        seconds[count] = best
-        assert state["leaf0"].tolist() == [1003.0] * 4
+        for _ in range(16):
+            state, _ = step(state, batch)
+        assert state["leaf0"].tolist() == [19.0] * 4
         assert state[f"leaf{count - 1}"].tolist() == [float(count - 1)] * 4
-    ratio = seconds[10_000] / seconds[10]
-    record_property("cost of 10,000 leaves over 10", ratio)
-    sys.stdout.write(f"one call: {seconds[10] * 1e6:.1f} µs with 10 leaves, {ratio:.2f}x with 10,000\n")
     assert calls[10] == calls[10_000]
-    assert first[10_000] < 20.0
-    assert ratio < 2.0  # 1.2 is the target; the machine is shared
 
 
 def test_python_calls_of_a_call_are_few():

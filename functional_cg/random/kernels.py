@@ -132,15 +132,16 @@ class _InModes(TorchDispatchMode):
 
 @contextmanager
 def _set(enabled: Sequence[tuple[Any, bool]]) -> Iterator[None]:
-    # `backend.flags(enabled=False)` would also change the precision of matrix products.
+    # `backend.flags(enabled=False)` would also change the precision of matrix products. Assigning `backend.enabled` is
+    # refused once torch's own testing tools are imported.
     before = [(backend, backend.enabled) for backend, _ in enabled]
     try:
         for backend, value in enabled:
-            backend.enabled = value
+            backend.set_flags(value, _fp32_precision=None)
         yield
     finally:
         for backend, value in before:
-            backend.enabled = value
+            backend.set_flags(value, _fp32_precision=None)
 
 
 def in_rows(mask: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from tests.judges.judges import JUDGES
 from tests.judges.rows import Row
 
-__all__ = ["read", "run", "work"]
+__all__ = ["Worker", "read", "run", "work"]
 
 Case = tuple[str, str, str]
 
@@ -84,7 +84,7 @@ def run(options: Any, lowerings: list[str]) -> None:
                 if worker is None or worker.served >= CASES_OF_A_PROCESS or worker.process.poll() is not None:
                     if worker is not None:
                         worker.stop()
-                    worker = _Worker(options.device)
+                    worker = Worker(options.device)
                 keep(worker.ask(case, options.device, options.case_s, start + options.limit_s + 30))
             if worker is not None:
                 worker.stop()
@@ -98,7 +98,7 @@ def run(options: Any, lowerings: list[str]) -> None:
         sys.stdout.write(f"{left.qsize()} cases are left; the same command goes on with them\n")
 
 
-class _Worker:
+class Worker:
     """A process that runs one case after the other."""
 
     def __init__(self, device: str) -> None:
@@ -119,7 +119,9 @@ class _Worker:
             env={**variables, **os.environ},
         )
 
-    def ask(self, case: Case, device: str, seconds: float, until: float) -> list[dict[str, Any]]:
+    def ask(
+        self, case: Case, device: str, seconds: float, until: float = float("inf")
+    ) -> list[dict[str, Any]]:
         """The rows of a case; none if the run's time ends first."""
         self.served += 1
         assert self.process.stdin is not None
@@ -162,7 +164,7 @@ class _Worker:
     def stop(self) -> None:
         """End the process."""
         self.process.kill()
-        self.process.wait()
+        self.process.communicate()
 
 
 def work(device: str) -> None:
