@@ -219,7 +219,10 @@ class _Space:
             given += staged
         tensors, room = [one for one, _, _ in given], _room(buffers)
         ample = room is None or _FRACTION * sum(one.nbytes for one in tensors) < room
-        return cls(buffers, ample, [(one, one.clone() if ample else _on_host(one)) for one in tensors], free)
+        values = [torch.empty_like(one) if ample else _on_host(one) for one in tensors]
+        if ample:
+            uninterrupted(copies(values, tensors))
+        return cls(buffers, ample, list(zip(tensors, values, strict=True)), free)
 
     def reset(self) -> None:
         pairs = [(one, value) for one, value in self.kept if value is not None]

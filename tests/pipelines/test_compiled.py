@@ -76,14 +76,14 @@ def test_what_a_stage_keeps_for_its_backward_may_be_views() -> None:
 
 def compared(microbatches: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each function is compared with its calls before a first call commits."""
-    counts, differences = Counter[str](), Judge.differences
+    counts, compare = Counter[str](), Judge.compare
 
-    def counted(judge: Judge, values: Any, buffers: Any, *, times: float) -> Any:
+    def counted(judge: Judge, *given: Any, times: float) -> Any:
         counts[judge._reference.program.function] += times == 1.0
-        return differences(judge, values, buffers, times=times)
+        return compare(judge, *given, times=times)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Judge, "differences", counted)
+        patch.setattr(Judge, "compare", counted)
         _, state, function = made(Run("1f1b", (), cuts=(2,), microbatches=microbatches), ONE)
         step = fcg.graph_step(function, lowering=compile_wide)
         step(state, rows(0, 0))

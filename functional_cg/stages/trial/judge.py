@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,10 @@ from torch import Tensor
 
 from ...errors import MiscompileError
 from ...messages.source import Location
+from ...state.arena import BufferSpec
 from ..plan import Buffers
+from .distances import Distance, Distances, floor
 from .reference import Reference, Watch
-from .sketch import LARGE, Distance, distance, floor, known, magnitude, sketch
 from .ulps import Shaker
 
 __all__ = ["Difference", "Judge", "load_kernels", "miscompiled"]
@@ -43,35 +44,42 @@ class Difference:
 
     Attributes:
       name: Key path of the leaf or metric.
-      greatest: The largest difference of an element; NaN for a result of another kind.
-      rounding: How much of it rounding may explain.
+      apart: How far it is from the program's; NaN for a result of another kind.
+      limit: How much of it rounding may explain.
+      spec: Its shape and dtype.
       site: The user's line that computes it.
     """
 
     name: str
-    greatest: float
-    rounding: float
+    apart: Distance
+    limit: Distance
+    spec: BufferSpec
     site: Location | None
 
     def __str__(self) -> str:
         where = f", computed at {self.site}" if self.site is not None else ""
-        if math.isnan(self.greatest):
+        if math.isnan(self.apart.norm):
             return f"{self.name}  is of another dtype or shape{where}"
-        if self.greatest == math.inf:
+        if not (self.spec.dtype.is_floating_point or self.spec.dtype.is_complex):
+            differ, explained = (round(one.norm**2) for one in (self.apart, self.limit))
+            of = f"{differ:,} of {self.spec.numel:,}"
+            return f"{self.name}  differs in {of} elements, of which rounding explains {explained:,}{where}"
+        greatest, explained = self.apart.greatest, self.limit.greatest
+        if greatest == math.inf:
             return f"{self.name}  is infinite or NaN in only one of the two{where}"
-        return f"{self.name}  differs by {self.greatest:.3g}, of which rounding explains {self.rounding:.3g}{where}"
+        return f"{self.name}  differs by {greatest:.3g}, of which rounding explains {explained:.3g}{where}"
 
 
 def load_kernels(device: torch.device) -> None:
     """Compare some numbers on a GPU, because CUDA loads a kernel when it is first launched."""
     shaker = Shaker()
     with torch.cuda.device(device):
-        for dtype in (torch.float32, torch.bfloat16):
-            for count in (1, LARGE):
-                numbers = torch.ones(count, dtype=dtype, device=device)
-                before = sketch(numbers).cpu()
-                shaker.move(numbers, 1, 1.0)
-                known([magnitude(numbers), distance(before.to(device), sketch(numbers))])
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            apart, numbers = Distances(), torch.ones(8, dtype=dtype, device=device)
+            for number in range(2):
+                apart.add(number, numbers, numbers.clone())
+            apart.known(2)
+            shaker.move(numbers, 1, 1.0)
 
 
 def miscompiled(name: str, what: str, rows: Iterable[str], why: str) -> MiscompileError:
@@ -105,33 +113,38 @@ class Judge:
 
     def __init__(self, reference: Reference, together: Callable[[bool], bool]) -> None:
         self._reference, self._together = reference, together
-        self._expected: list[Any] = [None] * len(reference.outputs)
-        self._kinds: list[Any] = [None] * len(reference.outputs)  # dtypes and shapes
-        self._sizes: list[Distance] = []
+        self._count = len(reference.outputs)
+        self._expected: list[Any] = [None] * self._count
         self._known: list[Distance] = []  # what rounding has explained of each output, as a part of its size
         self.share = 0.0
 
     def expect(self, buffers: Buffers, *, on_host: bool = True, watch: Watch | None = None) -> None:
-        """Run the program, and keep a sketch of each output.
+        """Run the program, and keep its outputs.
 
         Args:
           buffers: Slots, inputs and constants from before the call.
-          on_host: Whether to keep sketches on the host, where they take nothing from whoever makes the outputs.
+          on_host: Whether to keep them on the host, where they take nothing from whoever makes the others.
           watch: Called for each call of the program with what it makes.
         """
-        sizes: list[Any] = [None] * len(self._expected)
 
         def keep(number: int, value: Tensor) -> None:
-            made, self._kinds[number] = sketch(value), (value.dtype, value.shape)
-            self._expected[number], sizes[number] = made.cpu() if on_host else made, magnitude(value)
+            own = self._reference.owns(number, value)
+            self._expected[number] = (
+                value.to("cpu", copy=True) if on_host else value if own else value.clone()
+            )
 
-        self._reference.run(buffers, keep, watch=watch)
-        self._sizes = known(sizes)
+        if on_host or watch is not None:
+            self._reference.run(buffers, keep, watch=watch)
+        else:
+            for number, value in enumerate(self._reference.all_outputs(buffers)):
+                keep(number, value)
 
-    def limits(
+    def compare(
         self, outputs: Sequence[Tensor], buffers: Buffers, again: Callable[[], None], *, times: float = 1.0
-    ) -> dict[int, Distance]:
-        """Return the limits of the outputs that are too far from what the program is expected to make of the buffers.
+    ) -> list[Difference]:
+        """Return how outputs differ from what the program is expected to make of the buffers.
+
+        All ranks agree on whether there are any differences; a rank whose own outputs are right returns none.
 
         Args:
           outputs: The outputs, which ``again`` may overwrite.
@@ -139,88 +152,42 @@ class Judge:
           again: Puts back what the slots held before.
           times: How many times as much as rounding explains is accepted.
         """
-        off = self._apart(outputs)
+        off, sizes = self._apart(outputs)
         specs = [out.var.spec for out in self._reference.outputs]
-        limits = list(map(floor, self._sizes, specs))
+        limits = list(map(floor, sizes, specs))
         if self._known:
-            before = (part.by(size) for part, size in zip(self._known, self._sizes, strict=True))
+            before = map(Distance.by, self._known, sizes)
             limits = [limit.or_more(one) for limit, one in zip(limits, before, strict=True)]
         dice = random.Random(0)
         for number in range(len(_RUNS) + 1):
             if not self._together(not all(map(Distance.within, off, (one.times(times) for one in limits)))):
                 self.share = max([self.share, *map(Distance.share, off, limits)])
-                return {}
+                return []
             if number < len(_RUNS):
                 most, decisions, factor = _RUNS[number]
                 again()
                 apart = self._shaken(buffers, Shaker(most, decisions, leans=number % 2 == 0, dice=dice))
                 limits = [one.or_more(more.times(factor)) for one, more in zip(limits, apart, strict=True)]
-                self._known = [one.over(size) for one, size in zip(limits, self._sizes, strict=True)]
-        pairs = enumerate(zip(off, limits, strict=True))
-        return {number: limit for number, (apart, limit) in pairs if not apart.within(limit.times(times))}
+                self._known = [one.over(size) for one, size in zip(limits, sizes, strict=True)]
+        return [
+            Difference(out.name, apart, limit, out.var.spec, self._reference.site_of(out.var))
+            for out, apart, limit in zip(self._reference.outputs, off, limits, strict=True)
+            if not apart.within(limit.times(times))
+        ]
 
     def _shaken(self, buffers: Buffers, shaker: Shaker) -> list[Distance]:
-        measured: list[Any] = [None] * len(self._expected)
+        measured = Distances()
+        self._reference.run(buffers, lambda n, value: measured.add(n, value, self._expected[n]), shaker)
+        return [apart for apart, _ in measured.known(self._count)]
 
-        def compare(number: int, value: Tensor) -> None:
-            measured[number] = distance(self._expected[number].to(value.device), sketch(value))
-
-        self._reference.run(buffers, compare, shaker)
-        return known(measured)
-
-    def _apart(self, outputs: Sequence[Tensor]) -> list[Distance]:
-        """Return how far outputs are from what is expected; infinitely, where they are of another kind."""
-        alike = [(one.dtype, one.shape) == kind for one, kind in zip(outputs, self._kinds, strict=True)]
-        pairs = zip(outputs, self._expected, alike, strict=True)
-        found = iter(known([distance(want.to(one.device), sketch(one)) for one, want, same in pairs if same]))
-        return [next(found) if same else Distance(math.inf, math.inf) for same in alike]
-
-    def differences(
-        self, values: Sequence[Tensor], buffers: Buffers, *, times: float = 1.0
-    ) -> list[Difference]:
-        """Return the differences from what the program computes on the buffers.
-
-        All ranks agree on whether there are any; a rank whose own outputs are right returns none.
-
-        Args:
-          values: The outputs.
-          buffers: Slots, inputs and constants from before the call.
-          times: How many times as much as rounding explains is accepted.
-        """
-        self.expect(buffers)
-        wrong = self.limits(values, buffers, lambda: None, times=times)
-        return self.described(wrong, lambda: values, buffers) if self._together(bool(wrong)) else []
-
-    def described(
-        self, wrong: Mapping[int, Distance], make: Callable[[], Sequence[Tensor]], buffers: Buffers
-    ) -> list[Difference]:
-        """Describe wrong outputs; runs the program once more, on all ranks.
-
-        Args:
-          wrong: The result of :meth:`limits`.
-          make: Makes the outputs once more; it may write the slots.
-          buffers: Slots, inputs and constants from before the call.
-        """
-        kept: dict[int, Tensor] = {}
-
-        def keep(number: int, value: Tensor) -> None:
-            if number in wrong:
-                kept[number] = value.to("cpu", copy=True)
-
-        self._reference.run(buffers, keep)
-        got = make()
-        return [self._difference(n, got[n].cpu(), kept[n], wrong[n]) for n in wrong]
-
-    def _difference(self, number: int, got: Tensor, wanted: Tensor, limit: Distance) -> Difference:
-        out = self._reference.outputs[number]
-        site = self._reference.site_of(out.var)
-        if (got.dtype, got.shape) != (wanted.dtype, wanted.shape):
-            return Difference(out.name, math.nan, limit.greatest, site)
-        return Difference(out.name, _greatest(got, wanted), limit.greatest, site)
-
-
-def _greatest(one: Tensor, other: Tensor) -> float:
-    """Return the largest difference of an element."""
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    apart = torch.where(one == other, 0.0, one.to(wide) - other.to(wide)).abs()
-    return float(apart.nan_to_num(torch.inf).max())
+    def _apart(self, outputs: Sequence[Tensor]) -> tuple[list[Distance], list[Distance]]:
+        """Return how far outputs are from what is expected, NaN for those of another kind, and the size of that."""
+        measured, others = Distances(), set[int]()
+        for number, (one, want) in enumerate(zip(outputs, self._expected, strict=True)):
+            if one.dtype is want.dtype and one.shape == want.shape:
+                measured.add(number, one, want)
+            else:
+                others.add(number)
+        known, unlike = measured.known(self._count), Distance(math.nan, math.nan)
+        off = [unlike if number in others else apart for number, (apart, _) in enumerate(known)]
+        return off, [size for _, size in known]

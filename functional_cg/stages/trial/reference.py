@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -14,7 +14,7 @@ from ...messages.source import Location
 from ..layouts import laid_out, unsure
 from ..lifetimes import last_uses, peak_bytes, storage_bytes
 from ..passes.fused import at_places, group_size
-from ..plan import Buffers, evaluate, quiet
+from ..plan import AtenPlan, Buffers, evaluate, lower_aten, quiet
 from ..program import Instr, Program, Var, live, written_storages
 from ..template import calls_of
 from .host_memory import HostMemory
@@ -107,6 +107,25 @@ class Reference:
         beside = max(map(_copied, self._instrs), default=0) + copies
         return peak_bytes(self._instrs, (), self._sizes), beside
 
+    @cached_property
+    def _plan(self) -> AtenPlan:
+        """A plan that hands outputs out and writes no slot."""
+        wanted = [out.var for out in self.outputs]
+        return lower_aten(replace(self.program, outputs=wanted, reports=[], updates=[]))
+
+    @cached_property
+    def at_once(self) -> int:
+        """Bytes that :meth:`all_outputs` takes at most."""
+        head, outputs = self._plan.schedule.head, [out.var for out in self.outputs]
+        copies = sum(outputs[place].spec.nbytes for place in self._plan.schedule.cloned)
+        kept = {var.storage for var in outputs}
+        return peak_bytes(head, kept, self._sizes) + self._memory[1] + copies
+
+    def all_outputs(self, buffers: Buffers) -> Sequence[Tensor]:
+        """Run the program once as a plan does, which takes more memory than :meth:`run` and less time."""
+        with quiet():
+            return self._plan.bind(buffers)(())
+
     def run(
         self,
         buffers: Buffers,
@@ -154,6 +173,13 @@ class Reference:
         """
         rest = iter(metrics)
         return [next(rest) if out.slot is None else slots[out.slot] for out in self.outputs]
+
+    def owns(self, number: int, value: Tensor) -> bool:
+        """Whether a run has made an output that is all there is in its memory."""
+        return (
+            self.outputs[number].var.storage in self._sizes
+            and value.untyped_storage().nbytes() == value.nbytes
+        )
 
     def fit(self, room: int, *, host: int = 0) -> int:
         """Make runs fit into the given memory, buffers not counted: what is needed last waits on the host.

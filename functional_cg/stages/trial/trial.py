@@ -121,6 +121,7 @@ class Trial:
         self._reference, self._plan, self._together = reference, plan, together
         self._judge = Judge(reference, together)
         self.lacking, self.share, self.kind = 0, 0.0, ""
+        self._on_host = True  # where what the program makes is kept
 
     def rehearse(self, buffers: Buffers, scratch: Sequence[Tensor]) -> None:
         """Compile the plan and run it once on other inputs, so that the trial exposes anything it keeps of them.
@@ -155,18 +156,17 @@ class Trial:
         """
         if self._lacks(space):
             return []
-        make, usual = partial(self._made, space), Finite()
-        self._judge.expect(space.buffers, on_host=not space.ample, watch=usual)
-        wrong = self._judge.limits(make(), space.buffers, space.reset)
-        if self._together(bool(wrong)):
-            space.reset()
-            return self._judge.described(wrong, make, space.buffers)
+        usual = Finite()
+        self._judge.expect(space.buffers, on_host=self._on_host, watch=usual)
+        found = self._judge.compare(self._made(space), space.buffers, space.reset)
+        if self._together(bool(found)):
+            return found
         self.share, known = self._judge.share, usual.ends()
         for kind in self._kinds():
             judge, finite, again = Judge(self._reference, self._together), Finite(), partial(space.vary, kind)
             again()
             try:
-                judge.expect(space.buffers, on_host=not space.ample, watch=finite)
+                judge.expect(space.buffers, on_host=self._on_host, watch=finite)
             except Exception as error:  # a kernel refuses the values
                 _log.debug("not compared on %s values: %s", kind, error)
                 known_to_end = False
@@ -174,11 +174,10 @@ class Trial:
                 known_to_end = finite.ends() <= known
             if self._together(not known_to_end):
                 continue
-            wrong = judge.limits(make(), space.buffers, again, times=_GROSS)
-            if self._together(bool(wrong)):
+            found = judge.compare(self._made(space), space.buffers, again, times=_GROSS)
+            if self._together(bool(found)):
                 self.kind = kind
-                again()
-                return judge.described(wrong, make, space.buffers)
+                return found
         return []
 
     def again(
@@ -199,26 +198,23 @@ class Trial:
             space.reset()
             restored = True
 
-        def made() -> Sequence[Tensor]:
-            return self._reference.made(run(), space.buffers.slots)
-
         if self._lacks(space):
             return run(), []
-        self._judge.expect(space.buffers, on_host=not space.ample)
+        self._judge.expect(space.buffers, on_host=self._on_host)
         metrics = run()
-        wrong = self._judge.limits(self._reference.made(metrics, space.buffers.slots), space.buffers, back)
+        outputs = self._reference.made(metrics, space.buffers.slots)
+        found = self._judge.compare(outputs, space.buffers, back)
         self.share = self._judge.share
-        if self._together(bool(wrong)):
-            space.reset()
-            return (), self._judge.described(wrong, made, space.buffers)
-        return (run() if restored else metrics), []
+        refused = self._together(bool(found))
+        return (run() if restored and not refused else metrics), found
 
     def _kinds(self) -> Sequence[str]:
         return (*KINDS, OVERFLOW) if self._together(overflows(self._reference.program)) else KINDS
 
     def _lacks(self, space: Space) -> bool:
         room = space.room()
-        lack = 0 if room is None else self._reference.fit(room, host=space.host())
+        self._on_host = not space.ample or (room is not None and self._reference.at_once > room)
+        lack = _lack(self._reference, space) if self._on_host else 0
         self.lacking = max(lack, 1) if self._together(lack > 0) else 0
         return bool(self.lacking)
 
@@ -262,13 +258,14 @@ class TrialOfFunctions(Trial):
 
         def see(part: Program, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> None:
             outputs = [Output(f"{part.function}  {var.spec}", var) for var in part.outputs]
-            reference, room = Reference(replace(part, outputs=[]), outputs), space.room()
-            lack = 0 if room is None else reference.fit(room, host=space.host())
+            reference = Reference(replace(part, outputs=[]), outputs)
+            lack = _lack(reference, space)
             lacks[part] = min(lack, lacks.get(part, lack))
             if lack or (times > 1.0 and not all(map(_is_finite, (*arguments, *results)))):
                 return
-            judge = Judge(reference, lambda flag: flag)
-            found.extend(judge.differences(results, Buffers((), arguments, ()), times=times))
+            judge, buffers = Judge(reference, lambda flag: flag), Buffers((), arguments, ())
+            judge.expect(buffers)
+            found.extend(judge.compare(results, buffers, lambda: None, times=times))
             self.share = max(self.share, judge.share)
 
         with cast("Shown", self._plan).watched(see):
@@ -276,6 +273,12 @@ class TrialOfFunctions(Trial):
         lack = max(lacks.values(), default=0)
         self.lacking = max(lack, 1) if self._together(lack > 0) else 0
         return found
+
+
+def _lack(reference: Reference, space: Space) -> int:
+    """Return the bytes that a reference lacks for a run whose outputs are kept on the host."""
+    kept, room = sum(out.var.spec.nbytes for out in reference.outputs), space.room()
+    return 0 if room is None else max(reference.fit(room, host=space.host() - kept), kept - space.host())
 
 
 def _is_finite(tensor: Tensor) -> bool:
