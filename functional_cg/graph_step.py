@@ -239,7 +239,7 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
         costs about one eager run (half a dozen runs with a compiler), copies of states and inputs from before
         the call, and a comparison of all returned leaves, each of which waits for the device; later calls
         cost nothing extra. Poison costs a fill of inputs and metrics at every call.
-        ``python -m functional_cg.bench.debug`` measures both: on an H200, for a GPT of 4 layers with
+        ``python -m tests.bench.debug`` measures both: on an H200, for a GPT of 4 layers with
         ``aten``, 0.97 ms per call without, 0.98 ms with poison, and 32 ms for a verified call.
       verify_calls: Number of calls to verify.
       certify: When to compare a compiled step with its traced calls, run one by one, before a call changes the

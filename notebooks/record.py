@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-import functional_cg as fcg
-from functional_cg.examples.notebooks.by_hand import (
+from helpers.by_hand import (
     Usual,
     flat,
     losses_of_accumulation,
     new_model,
     noisy_sine,
 )
+from torch import Tensor
+
+import functional_cg as fcg
 
 COMMAND = "python notebooks/record.py"
 RECORD = Path(__file__).resolve().with_name("02_on_a_gpu.json")

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.profiles import packed
 from record import rounded
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import functional_cg as fcg
-from functional_cg.examples.notebooks.profiles import packed
 
 COMMAND = "FCG_PROFILE_KERNELS=1 python notebooks/record_profile.py"
 RECORD = Path(__file__).resolve().with_name("06_on_a_gpu.json")

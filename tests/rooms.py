@@ -12,7 +12,7 @@ __all__ = ["drawing", "page"]
 
 PAGE = ROOT / "README.md"
 START, END = "<!-- rooms -->\n", "<!-- end of rooms -->\n"
-_LEFT_OUT = {"__init__", "testing", "report", "examples", "bench", "stages"}  # they use the public names
+_LEFT_OUT = {"__init__", "testing", "report", "examples", "stages"}  # they use the public names
 
 
 def _edges() -> dict[str, set[str]]:

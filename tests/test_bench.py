@@ -14,26 +14,26 @@ from typing import Any
 import pytest
 import torch
 
-from functional_cg.bench import debug, dropout, measure, watch
-from functional_cg.bench.__main__ import main
-from functional_cg.bench.jax_sharded import mean_and_losses
-from functional_cg.bench.many import first_call
-from functional_cg.bench.measure import Row, bench
-from functional_cg.bench.models import Config, LanguageModel
-from functional_cg.bench.modules import names, workload
-from functional_cg.bench.system import FEW, OPPONENTS, OURS, VARIANTS, Unavailable
-from functional_cg.bench.systems import opponents, torch_systems
-from functional_cg.bench.systems.environment import Environment
-from functional_cg.bench.systems.jax_losses import jax_loss
-from functional_cg.bench.systems.losses import torch_loss
-from functional_cg.bench.systems.opponents import build
-from functional_cg.bench.systems.spellings import GPT as SPELLED
-from functional_cg.bench.systems.spellings import SPELLINGS, Size
-from functional_cg.bench.tables import plot, table
-from functional_cg.bench.workloads import Workload
 from functional_cg.nn.originals import fixed_tensors
 from functional_cg.stages.run.poison import Poisoned
 from functional_cg.step.verify import Shadow
+from tests.bench import debug, dropout, measure, watch
+from tests.bench.__main__ import main
+from tests.bench.jax_sharded import mean_and_losses
+from tests.bench.many import first_call
+from tests.bench.measure import Row, bench
+from tests.bench.models import Config, LanguageModel
+from tests.bench.modules import names, workload
+from tests.bench.system import FEW, OPPONENTS, OURS, VARIANTS, Unavailable
+from tests.bench.systems import opponents, torch_systems
+from tests.bench.systems.environment import Environment
+from tests.bench.systems.jax_losses import jax_loss
+from tests.bench.systems.losses import torch_loss
+from tests.bench.systems.opponents import build
+from tests.bench.systems.spellings import GPT as SPELLED
+from tests.bench.systems.spellings import SPELLINGS, Size
+from tests.bench.tables import plot, table
+from tests.bench.workloads import Workload
 from tests.shares import THOROUGH, thorough
 
 CPU = torch.device("cpu")

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from functional_cg.bench.measure import BATCHES, Row, bench, start
-from functional_cg.bench.modules import workload
-from functional_cg.bench.rl import dreamer, ppo, sac, systems
-from functional_cg.bench.rl.workloads import LearnerWorkload, names
-from functional_cg.bench.system import COMPILED, LANES, LINE
-from functional_cg.bench.systems.opponents import build
+from tests.bench.measure import BATCHES, Row, bench, start
+from tests.bench.modules import workload
+from tests.bench.rl import dreamer, ppo, sac, systems
+from tests.bench.rl.workloads import LearnerWorkload, names
+from tests.bench.system import COMPILED, LANES, LINE
+from tests.bench.systems.opponents import build
 from tests.shares import THOROUGH, share
 
 CPU = torch.device("cpu")

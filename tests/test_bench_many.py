@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from functional_cg.bench import rates
-from functional_cg.bench.many import fill, means
-from functional_cg.bench.measure import Row, Samples
-from functional_cg.bench.modules import workload
+from tests.bench import rates
+from tests.bench.many import fill, means
+from tests.bench.measure import Row, Samples
+from tests.bench.modules import workload
 
 CPU = torch.device("cpu")
 WRITES = "import os, pathlib, sys; folder = pathlib.Path(os.environ['TORCHINDUCTOR_CACHE_DIR']);"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from functional_cg.bench.ranks import pipelines, saves
+from tests.bench.ranks import pipelines, saves
 from tests.sharding.ranks import on_ranks, outcomes
 from tests.shares import thorough
 

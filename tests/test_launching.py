@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from functional_cg.examples.notebooks.collectives import pieces, planned_bytes
-from functional_cg.examples.notebooks.launching import on_ranks, script_of
+from notebooks.helpers.collectives import pieces, planned_bytes
+from notebooks.helpers.launching import on_ranks, script_of
 
 LIMIT = 3
+NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 
 
 def letters(words: list[str]) -> Counter[str]:
@@ -80,11 +81,14 @@ def test_a_script_without_a_guard_of_its_main_part_runs_once(tmp_path: Path) -> 
     """Ranks run the function; they do not import the program that starts them."""
     script = tmp_path / "program.py"
     script.write_text(
-        "from functional_cg.examples.notebooks.launching import on_ranks\n"
+        "from helpers.launching import on_ranks\n"
         "print('begins')\n"
         "def seven():\n"
         "    return 7\n"
         "print(on_ranks(2, seven))\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    here = {**os.environ, "PYTHONPATH": str(NOTEBOOKS)}
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120, check=False, env=here
+    )
     assert done.stdout.splitlines() == ["begins", "[7, 7]"], done.stderr

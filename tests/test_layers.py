@@ -71,7 +71,6 @@ ORDER = (
     "testing",
     "report",
     "examples",
-    "bench",
 )
 
 
@@ -95,12 +94,12 @@ DEFERRED = {
 # Dotted name -> the modules that may use it.
 DOORS = {
     "torch.utils._pytree": ("pytree.nodes", "pytree.trees"),
-    "torch.cuda.CUDAGraph": ("stages.run.capture", "bench.systems.by_hand"),
-    "torch.cuda.graph": ("stages.run.capture", "bench.systems.by_hand"),
+    "torch.cuda.CUDAGraph": ("stages.run.capture",),
+    "torch.cuda.graph": ("stages.run.capture",),
     "torch.cuda.graphs": ("stages.run.capture",),
     "torch.cuda._compile_kernel": ("tensors.ulps",),
     "cuda.bindings": ("concurrency.driver",),
-    "torch.cuda.make_graphed_callables": ("stages.run.capture", "bench.systems.torch_systems"),
+    "torch.cuda.make_graphed_callables": ("stages.run.capture",),
     "torch._scaled_mm": ("nn._scaled_mm",),
     "torch._subclasses.FakeTensorMode": ("tensors.fake_mode",),
     "torch._subclasses.fake_tensor.FakeTensorMode": ("tensors.fake_mode",),

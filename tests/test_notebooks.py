@@ -77,6 +77,7 @@ def test_a_notebook_runs_and_shows_what_is_committed(
     monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path_factory.getbasetemp() / "matplotlib"))
     for record in path.parent.glob("*.json"):
         shutil.copy(record, tmp_path)
+    shutil.copytree(path.parent / "helpers", tmp_path / "helpers")
     fresh = run(Path(shutil.copy(path, tmp_path)))
     assert unfinished(fresh) == []
     committed = nbformat.read(path, as_version=4)

@@ -17,7 +17,16 @@ from tests.exports import exports
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-PAGES = sorted([README, *ROOT.glob("functional_cg/**/README.md"), *ROOT.glob("notebooks/*.md")])
+PAGES = sorted(
+    [
+        README,
+        *(
+            page
+            for of in ("functional_cg/**", "tests/**", "notebooks")
+            for page in ROOT.glob(f"{of}/README.md")
+        ),
+    ]
+)
 OPTIMIZERS = ROOT / "functional_cg" / "optim" / "README.md"
 WORDS = 900
 

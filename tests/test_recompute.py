@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import functional_cg as fcg
-from functional_cg.bench.models import LanguageModel, config
 from functional_cg.stages.fx_passes.old_values import KEPT, LATER
 from functional_cg.stages.lower.inductor import compile_graph
 from functional_cg.stages.passes.min_cut import is_fused
 from functional_cg.stages.passes.recompute import keep_as_buffers, recompute
 from functional_cg.stages.plan import Buffers, lower_aten
 from functional_cg.stages.program import Program
+from tests.bench.models import LanguageModel, config
 from tests.compiled_graphs import ON_A_GPU
 from tests.shares import share
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import functional_cg as fcg
-from functional_cg.examples.notebooks.profiles import packed, unpacked
 from functional_cg.step.profile.rows import ProfiledKernel
+from notebooks.helpers.profiles import packed, unpacked
 
 
 def test_a_profile_survives_json() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import functional_cg as fcg
-from functional_cg.examples.notebooks.launching import on_ranks
+from notebooks.helpers.launching import on_ranks
 from tests.exports import exports
 
 ROOT = Path(__file__).resolve().parent.parent

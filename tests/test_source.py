@@ -559,10 +559,6 @@ def test_locator_tells_lines_of_one_function_apart():
             os.path.join(os.path.dirname(sys.modules["functional_cg"].__file__), "testing", "laws.py"),
             True,
         ),
-        (
-            os.path.join(os.path.dirname(sys.modules["functional_cg"].__file__), "bench", "run.py"),
-            True,
-        ),
         (os.path.join(os.path.dirname(os.__file__), "site-packages", "mine", "model.py"), True),
         (os.path.join(sysconfig.get_paths()["purelib"], "mine", "model.py"), True),
         ("<frozen importlib._bootstrap>", False),

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
-from functional_cg.bench.zoo.case import Case, chosen
-from functional_cg.bench.zoo.judge import Outcome, judge
-from functional_cg.bench.zoo.page import page
-from functional_cg.bench.zoo.processes import Run, outcomes
-from functional_cg.bench.zoo.rounding import MOST, excess
+from tests.bench.zoo.case import Case, chosen
+from tests.bench.zoo.judge import Outcome, judge
+from tests.bench.zoo.page import page
+from tests.bench.zoo.processes import Run, outcomes
+from tests.bench.zoo.rounding import MOST, excess
 from tests.other_rounding import compile_wide
 
 

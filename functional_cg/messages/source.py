@@ -1,7 +1,7 @@
 """Locate the line of user code where something happened.
 
 A frame is user code unless its file belongs to torch, functional_cg, einops, numpy or the standard library; the
-programs of functional_cg (examples, bench, testing) count as user code. Of user code, some is the user's own to change,
+programs of functional_cg (examples, testing) count as user code. Of user code, some is the user's own to change,
 and some is another library's, installed: there, a message names both lines, and its advice is for the user's own.
 """
 
@@ -46,7 +46,7 @@ def _standard_library() -> list[str]:
 
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_PROGRAMS = tuple(os.path.join(_HERE, name, "") for name in ("examples", "bench", "testing"))
+_PROGRAMS = tuple(os.path.join(_HERE, name, "") for name in ("examples", "testing"))
 _GENERATED = ("<frozen ", "<eval_with_key>", "<functional_cg", "<__array_function__")
 _NO_FUNCTIONS = frozenset({"<locals>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
 _LIBRARIES = (_HERE, *itertools.chain(*map(_folder, ("torch", "einops", "numpy"))), *_GENERATED)

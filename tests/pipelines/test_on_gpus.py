@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 import functional_cg as fcg
 from functional_cg import sharding
-from functional_cg.bench.ranks.jobs import SIZES, Job
-from functional_cg.bench.ranks.pipelines import SYSTEMS
-from functional_cg.bench.ranks.rounds import held_gib
 from functional_cg.sharding.launch import end_groups
 from functional_cg.testing import assert_trees_all_equal
+from tests.bench.ranks.jobs import SIZES, Job
+from tests.bench.ranks.pipelines import SYSTEMS
+from tests.bench.ranks.rounds import held_gib
 from tests.pipelines.programs import CUTS, ONE, TWO, Run, made, rows
 from tests.pipelines.test_bitwise import assert_as_on_one_rank
 from tests.sharding.ranks import on_ranks

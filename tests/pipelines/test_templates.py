@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import functional_cg as fcg
 from functional_cg import optim, sharding
 from functional_cg.ambient.rehearsal import repeated, tensor_of
-from functional_cg.bench.ranks.jobs import Job, Shape
 from functional_cg.shards.mesh import Axis, Mesh
 from functional_cg.stages.blocks import Blocks
 from functional_cg.stages.plan import AtenPlan, Buffers, lower_aten
@@ -30,6 +29,7 @@ from functional_cg.stages.trace.footprint import inspection_of
 from functional_cg.stages.trial.unchecked import Unchecked
 from functional_cg.state.arena import BufferSpec
 from functional_cg.step.ranks.replicas import _followed, told_apart
+from tests.bench.ranks.jobs import Job, Shape
 from tests.pipelines.programs import CUTS, FEATURES, ONE, Run, made, rows
 from tests.pipelines.test_mistakes import pipe_of
 from tests.shares import diagonal, share

@@ -1,7 +1,7 @@
 """The host watch: at each call, compare the host values that the step's Python reads.
 
 A graph bakes these values in. One generated function reads them again at each call and compares by identity
-first (0.02 to 0.05 µs per value, ``python -m functional_cg.bench.watch``). So a change raises before anything
+first (0.02 to 0.05 µs per value, ``python -m tests.bench.watch``). So a change raises before anything
 is launched, and never replays a stale number.
 """
 

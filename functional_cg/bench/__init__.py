@@ -1,1 +1,0 @@
-"""Benchmarks one training step across several systems: ``python -m functional_cg.bench``."""

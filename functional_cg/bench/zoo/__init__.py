@@ -1,1 +1,0 @@
-"""Trains the models of installed libraries, each as its users would: ``python -m functional_cg.bench.zoo``."""

@@ -1,0 +1,1 @@
+"""Benchmarks one training step across several systems: ``python -m tests.bench``."""
