@@ -32,8 +32,8 @@ import functional_cg as fcg
 from functional_cg.ambient.setting import canonical
 from functional_cg.errors import BakedValueError
 from functional_cg.stages.watch.frames import Follower
+from functional_cg.stages.watch.host_reads import HostReads
 from functional_cg.stages.watch.host_watch import MODES, HostWatch, modes, refuse_ambient_modes
-from functional_cg.stages.watch.names import HostReads
 
 LR = 0.1
 ONES = torch.ones(2)

@@ -26,8 +26,8 @@ from ...messages.catching import may_swallow
 from ...messages.guards import compares_in_guard, guard_of
 from ...messages.source import at_here, is_user_file
 from ...tensors.selected import Selected
+from ..watch.host_reads import HostReads
 from ..watch.host_watch import MODES, HostWatch, modes
-from ..watch.reads import Reads
 from ..watch.values import shown
 from .known import aside_from_modes
 from .places import at_a_place
@@ -246,7 +246,7 @@ class HostState:
         self._function = function
         self._modes = modes()
 
-    def refuse_change(self, watched: HostWatch, reads: Reads) -> None:
+    def refuse_change(self, watched: HostWatch, reads: HostReads) -> None:
         """Raise if the traces changed a mode, or the last trace changed a watched value or advanced an iterator.
 
         A value that only the first trace sets up (a flag, a number computed once) is not a change.

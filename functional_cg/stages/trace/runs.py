@@ -28,8 +28,8 @@ from ...tensors.overlap import storage_key
 from ...tree import path_string
 from ..program import Program
 from ..watch.frames import Follower
+from ..watch.host_reads import HostReads
 from ..watch.host_watch import HostWatch
-from ..watch.names import HostReads
 from .exceptions import mapped, raised_at
 from .host import HostGuard, HostState
 from .recipe import Recipe

@@ -19,7 +19,7 @@ import torch
 
 from ...concurrency.garbage import no_garbage_collection
 from ...messages.source import is_user_file
-from .names import HostReads, first_argument
+from .host_reads import HostReads, first_argument
 from .shadow import Shadow
 
 __all__ = ["Follower"]

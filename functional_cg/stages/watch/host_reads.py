@@ -1,0 +1,924 @@
+"""Record what a step reads on the host: names, attributes, keys, whole containers.
+
+Recording runs no user code: it inspects only what instances, classes, modules and plain containers store.
+"""
+
+from __future__ import annotations
+
+import builtins
+import enum
+import functools
+import gc
+import operator
+import os
+import sys
+import types
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+from ...concurrency.garbage import collections, functions_of
+from ...messages.source import Location, is_user_file
+from .kinds import (
+    BUILTINS,
+    UNKNOWN,
+    Stored,
+    advances,
+    after,
+    bound,
+    computes,
+    definer_after,
+    defines,
+    generator_state,
+    has_key,
+    holds,
+    inside,
+    is_installed,
+    is_key,
+    is_slot,
+    is_user_class,
+    is_user_module,
+    parameters_with_defaults,
+    plain,
+    stored_in_class,
+    stores,
+)
+from .liveness import without_gone, without_unheld
+from .places import ATTRIBUTE, CELL, GONE, ITEM, PART, Changes, Entry, How, Memory, Place, Step, parts_of
+from .values import Contents, Shape, in_classes, instance_dict, is_array, is_container, is_value, missing
+
+__all__ = ["GETTERS", "HostReads", "first_argument"]
+
+# What a tensor says of itself to the host, but for its values: attributes, methods, and what is there or not.
+_SAID = frozenset(
+    "shape dtype device layout ndim requires_grad is_leaf itemsize nbytes _version names is_cuda".split()
+)
+_ANSWERED = frozenset(
+    "size dim numel stride element_size storage_offset is_floating_point is_complex is_contiguous".split()
+)
+_THERE = frozenset({"grad", "grad_fn"})
+_FACTS = _SAID | _ANSWERED | _THERE
+GETTERS = (operator.attrgetter, operator.itemgetter)
+_DEFINITIONS = (FunctionType, classmethod, property, staticmethod)
+_KEEPS_ARGUMENTS = (functools.partial, functools.partialmethod, functools.singledispatchmethod)
+_REGISTRIES = ("_modules", "_parameters", "_buffers")  # of a torch module
+_BUILTIN_ITEMS = frozenset(
+    kind.__getitem__
+    for kind in (
+        dict,
+        list,
+        tuple,
+        types.MappingProxyType,
+        deque,
+        bytearray,
+        defaultdict,
+    )
+)
+_TAKES_ANY = 0x04  # code flag of functions with ``*args``
+
+
+class HostReads:
+    """The host reads of one run of a step.
+
+    Args:
+      constants: Declared constants: which of them a name refers to is a host value, too.
+
+    Attributes:
+      entries: What is compared at each call.
+      frame: The running frame.
+      functions: Places of the functions found so far, by code.
+      says_autocast: Whether a function names autocast, and so may depend on its default dtypes.
+      memory: The constants that some function remembers.
+      threads: The lines that start a thread.
+      contexts: How often the step has set a context variable, less how often it has reset it.
+    """
+
+    def __init__(self, constants: Iterable[torch.Tensor] = ()) -> None:
+        self.entries: dict[Any, Entry] = {}
+        self.frame: FrameType | None = None
+        self._drawn: list[tuple[Place, Any, Location]] = []
+        self._advanced: list[tuple[Place, Location]] = []
+        self.changes = Changes()
+        self.asked_types: list[Location] = []
+        self.threads: list[Location] = []
+        self.says_autocast = False
+        self.contexts: Counter[ContextVar[Any]] = Counter()
+        self._constants = {id(tensor) for tensor in constants}
+        self.memory = Memory(self._constants)
+        self._places: dict[int, Place] = {}
+        self._seen: set[Any] = set()
+        self.functions: dict[CodeType, list[Place]] = {}
+        self._classes: dict[type, bool] = {}
+        self._registries: dict[int, object] = {}
+        self.root(os.environ, "os.environ")
+        self._collections = collections()
+        self._made: dict[CodeType, list[dict[str, tuple[Place, Step]]]] = {}
+        self._methods: dict[type, Mapping[CodeType, list[str]]] = {}
+
+    def root(self, value: object, name: str, *, outlives: bool = True) -> Place:
+        """Return an object's place; a new one is a root, which stays the same object."""
+        place = self._places.get(id(value))
+        if place is None:
+            place = self._places[id(value)] = Place(value, name, outlives=outlives)
+            self._arrived(place)
+        return place
+
+    def known(self, value: object) -> Place | None:
+        """Return the place where an object was found; None if it was not."""
+        return self._places.get(id(value))
+
+    def place(self, value: Any) -> Place:
+        """Return the place where an object was found, else a new root, which the step may have made."""
+        known = self._places.get(id(value))
+        if known is not None:
+            return known
+        if issubclass(type(value), type | ModuleType):
+            return self.root(value, value.__name__)
+        held = {} if self.frame is None else self.frame.f_locals
+        name = next((name for name, one in held.items() if one is value), type(value).__name__)
+        return self.root(value, name, outlives=False)
+
+    @property
+    def _site(self) -> Location:
+        """The line being executed."""
+        assert self.frame is not None
+        return Location(self.frame.f_code.co_filename, self.frame.f_lineno, self.frame.f_code.co_name)
+
+    def _arrived(self, place: Place) -> None:
+        """Record what a callable stores for its calls: defaults, a bound object, arguments of a partial."""
+        value = place.value
+        if type(value) is FunctionType:
+            self.functions.setdefault(value.__code__, []).append(place)
+            if is_user_file(value.__code__.co_filename):
+                code = value.__code__
+                self.compare(place, Step(ATTRIBUTE, "__code__"), How.SAME, code, code.co_name, defines=True)
+            for name in ("__defaults__", "__kwdefaults__"):
+                held = getattr(value, name)
+                if held is not None and not plain(held):
+                    self.found(place, Step(ATTRIBUTE, name), held, place.name)
+                    parts = held.items() if type(held) is dict else enumerate(held)
+                    names = parameters_with_defaults(value) if type(held) is tuple else list(held)
+                    for (key, part), parameter in zip(list(parts), names, strict=True):
+                        if not is_value(part):
+                            self.found(self._places[id(held)], Step(ITEM, key), part, parameter)
+        elif type(value) is MethodType:
+            if place.owner is None:  # its binding cannot change
+                self.root(value.__func__, place.name, outlives=place.outlives)
+                self.root(value.__self__, "self", outlives=place.outlives)
+                return
+            self.found(place, Step(ATTRIBUTE, "__func__"), value.__func__, place.name)
+            self.found(place, Step(ATTRIBUTE, "__self__"), value.__self__, place.name)
+        elif issubclass(type(value), functools.singledispatchmethod):
+            self.whole(self.root(value.dispatcher.registry, f"{place.name}.registry"))
+        elif issubclass(type(value), functools.partial | functools.partialmethod):
+            self.found(place, Step(ATTRIBUTE, "func"), value.func, place.name)
+            for name in ("args", "keywords"):
+                self.found(
+                    place,
+                    Step(ATTRIBUTE, name),
+                    getattr(value, name),
+                    place.name + ".args" * (name == "args"),
+                )
+                held = self._places.get(id(getattr(value, name)))
+                if held is not None:
+                    self.whole(held)
+
+    def found(self, owner: Place, step: Step, value: Any, name: str) -> None:
+        """Record the value read at a step from a place."""
+        if not self.is_new(owner, step):
+            return
+        self.memory.found(owner, step, value, name, self.frame)
+        if is_value(value) or id(value) in self._constants:
+            # An equal value of a class of the user's may have other attributes.
+            by_identity = issubclass(type(value), torch.Tensor) or self.is_of_user(type(value))
+            self.compare(owner, step, How.IDENTICAL if by_identity else How.SAME, value, name)
+            if by_identity and owner.root.outlives:
+                self._places.setdefault(id(value), Place(value, name, owner, step))
+        elif not issubclass(type(value), torch.Tensor):
+            self._found_object(owner, step, value, name)
+        elif type(value) in PLAIN_TENSORS and owner.root.outlives:
+            self.compare(owner, step, How.KIND, type(value), f"type({name})")
+            self._places.setdefault(id(value), Place(value, name, owner, step))
+
+    def is_new(self, owner: Place, step: Step) -> bool:
+        """Whether this is the first read here and the step has not written here before; marks it as read."""
+        key = (id(owner.value), step.way, type(step.key), step.key)
+        new = key not in self._seen
+        self._seen.add(key)
+        return new
+
+    def wrote(self, owner: Any, step: Step) -> None:
+        """Record a write: the step does not depend on what it writes before it reads."""
+        self._seen.add((id(owner), step.way, type(step.key), step.key))
+        if not is_value(owner):
+            self.changes.replaces(self.place(owner), step)
+
+    def changed(self, owner: Any) -> None:
+        """Record that the step changes an object; what it reads there later may go on from call to call."""
+        if owner is not UNKNOWN and not is_value(owner):
+            self.changes.changed(self.place(owner))
+
+    def assigned(self, owner: Any, name: str) -> None:
+        """Record ``owner.name = ...``."""
+        if owner is not UNKNOWN:
+            self.wrote(owner, Step(ATTRIBUTE, name))
+
+    def put(self, owner: Any, key: Any) -> None:
+        """Record ``owner[key] = ...``."""
+        if owner is not UNKNOWN and is_key(key):
+            self.wrote(owner, Step(ITEM, key))
+        else:
+            self.changed(owner)
+
+    def _found_object(self, owner: Place, step: Step, value: Any, name: str) -> None:
+        kind = type(value)
+        known = self._places.get(id(value))
+        if self._stays(value):
+            # The step may have made the module, so only its place may reference it.
+            of_module = issubclass(kind, torch.nn.Module)
+            place = self.root(value, name, outlives=owner.root.outlives or not of_module)
+            how, old = (How.ALIAS, place) if of_module else (How.IDENTICAL, value)
+            self.compare(owner, step, how, old, name, defines=True)
+        elif known is not None and known.root.outlives:
+            self.compare(owner, step, How.ALIAS, known, name)
+        elif not owner.root.outlives:
+            # The step made the owner, which dies with it; the value may live on.
+            self.compare(owner, step, How.ALIAS, self.root(value, name, outlives=False), name)
+        else:
+            place = self._places[id(value)] = Place(value, name, owner, step)
+            if kind is FunctionType:
+                for part in ("__defaults__", "__kwdefaults__"):
+                    held = getattr(value, part)
+                    if held is not None and plain(held):
+                        old = held if type(held) is tuple else dict(held)
+                        self.compare(place, Step(ATTRIBUTE, part), How.SAME, old, name, defines=True)
+            elif self._followed(value):
+                self.compare(owner, step, How.KIND, kind, f"type({name})")
+            else:
+                self.compare(owner, step, How.SAME, value, name, defines=callable(value))
+            self._arrived(place)
+
+    def _stays(self, value: Any) -> bool:
+        """Whether a value is known by its identity: a class, a module, a library's function."""
+        if type(value) is FunctionType:
+            return not is_user_file(value.__code__.co_filename)
+        return issubclass(type(value), type | torch.nn.Module | ModuleType | BuiltinFunctionType) and not (
+            type(value) in BUILTINS and not issubclass(type(value.__self__), ModuleType)
+        )
+
+    def _followed(self, value: Any) -> bool:
+        """Whether all reads from a value are seen, so that another one with equal contents is no change."""
+        kind = type(value)
+        return (
+            is_container(value)
+            or kind in (MethodType, types.SimpleNamespace)
+            or issubclass(kind, functools.partial | Iterator)
+            or self.is_of_user(kind)
+        )
+
+    def has_parts(self, value: Any) -> bool:
+        """Whether an object may have attributes that count: any but a plain value of a library's class."""
+        return not is_value(value) or self.is_of_user(type(value))
+
+    def is_of_user(self, cls: type) -> bool:
+        """Whether a class is user code."""
+        found = self._classes.get(cls)
+        if found is None:
+            found = self._classes[cls] = is_user_class(cls)
+        return found
+
+    def compare(
+        self, owner: Place, step: Step | None, how: How, old: Any, name: str, *, defines: bool = False
+    ) -> None:
+        """Add an entry, unless it exists."""
+        key = (id(owner.value), step and (step.way, type(step.key), step.key), how)
+        if key not in self.entries:
+            self.entries[key] = Entry(owner, step, how, old, name, defines)
+
+    def identity(self, value: Any) -> None:
+        """Record which object stands where one was found: it is compared or hashed as a whole."""
+        place = None if value is UNKNOWN or is_value(value) else self.known(value)
+        if place is not None and place.owner is not None:
+            self.compare(place.owner, place.step, How.IDENTICAL, value, place.name)
+
+    def unlike(self, value: Any, other: Any) -> None:
+        """Record that an object is not ``other``, such as a default: it may be replaced by any third one."""
+        self.identity(other)
+        place, fixed = self.known(value), self.known(other)
+        if place is None or place.owner is None or fixed is None:
+            self.identity(value)
+        else:
+            self.part(
+                place,
+                functools.partial(operator.is_, other),
+                False,
+                f"{place.name} is {fixed.name}",
+                id(other),
+            )
+
+    def part(
+        self, place: Place, read: Any, value: Any, name: str, key: Any = None, *, defines: bool = False
+    ) -> None:
+        """Record what ``read`` returns for an object."""
+        seen = (id(place.value), PART, name, type(key), key)
+        if seen not in self._seen:
+            self._seen.add(seen)
+            self.entries[seen] = Entry(place, Step(PART, read), How.SAME, value, name, defines)
+
+    def whole(self, place: Place, *, deep: bool = False) -> None:
+        """Record all contents of a container; if ``deep``, also of all containers in it, however deep they lie."""
+        left, met = [place], {id(place.value)}
+        by_its_library = self.frame is not None and is_installed(self.frame.f_globals)
+        while left:
+            held = (place := left.pop()).value
+            if id(held) in self._registries and by_its_library:
+                continue
+            key = (id(held), How.CONTENTS, None)
+            if key not in self.entries and not (contents := Contents(held)).of_the_trace:
+                self.entries[key] = Entry(place, None, How.CONTENTS, contents, place.name)
+            for step, part in parts_of(held):
+                self.memory.held(place, part)
+                if is_value(part) or issubclass(type(part), torch.Tensor):
+                    continue
+                known = self._part_of(place, step, part)
+                if deep and id(part) not in met and is_container(part):
+                    met.add(id(part))
+                    left.append(known)
+
+    def _part_of(self, place: Place, step: Step, part: Any) -> Place:
+        known = self._places.get(id(part))
+        if known is None:
+            name = step.shown(place.name.removesuffix("._modules"))
+            outlives = place.root.outlives
+            known = Place(part, name, place if outlives else None, step if outlives else None, outlives)
+            self._places[id(part)] = known
+            self._arrived(known)
+        return known
+
+    def use(self, value: Any, *, deep: bool = False) -> None:
+        """Record that a value is iterated or passed to unseen code: a container is then read as a whole."""
+        if value is UNKNOWN or is_value(value) or issubclass(type(value), torch.Tensor):
+            return
+        if is_container(value):
+            self.whole(self.place(value), deep=deep)
+        elif (held := inside(value)) is not None:
+            place = self.place(value)
+            name = "maps" if hasattr(value, "maps") else "data"
+            self.found(place, Step(ATTRIBUTE, name), held, place.name)
+            self.use(held, deep=True)
+        elif (state := generator_state(value)) is not None:
+            place = self.place(value)
+            if all(place is not other for other, *_ in self._drawn):
+                self._drawn.append((place, state, self._site))
+        elif advances(value):
+            self._advanced.append((self.place(value), self._site))
+        else:
+            self.shape_of(type(value))
+
+    def shape_of(self, cls: type) -> None:
+        """Record the bases and method names of a user's class: they decide what its instances do."""
+        for one in cls.__mro__ if self.is_of_user(cls) else ():
+            if self.is_of_user(one):
+                key = (id(one), None, How.SHAPE)
+                if key not in self.entries:
+                    self.compare(
+                        self.root(one, one.__name__), None, How.SHAPE, Shape(one), one.__name__, defines=True
+                    )
+
+    def asks_for_type(self) -> None:
+        """Record that the type of a traced tensor is compared with that of ordinary ones: the answer is another."""
+        self.asked_types.append(self._site)
+
+    def starts_thread(self) -> None:
+        """Record that the step starts a thread, whose reads are not seen."""
+        self.threads.append(self._site)
+
+    def went_on(self, frame: FrameType) -> None:
+        """Record that a generator from before the step resumes."""
+        self._advanced.append((Place(frame, frame.f_code.co_name), self._site))
+
+    def finish(self) -> list[Entry]:
+        """Return the entries of objects that existed before the step; forget those that the step made.
+
+        The step made an object if only this record still references it.
+        """
+        self.frame = None
+        self.changes.settle()
+        self.functions.clear()
+        self._registries.clear()
+        outside = {id(place.value) for place in self._places.values() if place.root.outlives}
+        places = [place for place in self._places.values() if place.owner is None and not place.outlives]
+        self._places.clear()
+        entries = list(self.entries.values())
+        self.entries.clear()
+        places, entries = without_gone(places, entries)
+        # Cycles, such as a local function that calls itself, may contain places or lead to them.
+        if places:
+            places, entries = without_unheld(places, entries, vars(self), outside)
+        # All that the step made is young, unless it was collected on the way.
+        if places and gc.collect(0 if collections() == self._collections else 2):
+            places, entries = without_gone(places, entries)
+        for place in places:
+            place.outlives = True
+        return entries
+
+    def taken_from(self) -> list[tuple[str, Location]]:
+        """Return (name, line) for each iterator and random generator of before the step that it advanced."""
+        drawn = [
+            (place, site)
+            for place, state, site in self._drawn
+            if generator_state(place.value) not in (None, state)
+        ]
+        found = {
+            id(place): (place.name, site)
+            for place, site in drawn + self._advanced
+            if place.root.value is not GONE
+        }
+        return list(found.values())
+
+    def attribute(self, owner: Any, name: str, *, stored: bool = False) -> Any:
+        """Return ``owner.name`` and record the read; UNKNOWN if it is not stored.
+
+        ``stored`` bypasses the class's own ``__getattribute__``.
+        """
+        kind = type(owner)
+        if kind is str and name in ("format", "format_map"):
+            return getattr(owner, name)
+        if owner is UNKNOWN or not self.has_parts(owner):
+            return UNKNOWN
+        if issubclass(kind, torch.Tensor):
+            return self._of_tensor(owner, name)
+        if issubclass(kind, super):
+            self.shape_of(owner.__self_class__)
+            classes = after(owner)
+            found = in_classes(classes, name)
+            definer = next((cls for cls in classes if name in vars(cls)), None)
+            if definer is not None:
+                self.of_class(definer, name, found)
+            which = functools.partial(definer_after, owner.__thisclass__, name)
+            place = self.root(owner.__self_class__, owner.__self_class__.__name__)
+            self.part(place, which, definer, f"super().{name}", (owner.__thisclass__, name), defines=True)
+            return bound(found, owner.__self__)
+        if issubclass(kind, ModuleType):
+            return self._of_module(owner, name)
+        if issubclass(kind, type):
+            return self._of_type(owner, name)
+        if is_array(owner):
+            self.use(owner)
+            return UNKNOWN
+        if generator_state(owner) is not None:
+            self.use(owner)
+        in_class = in_classes(kind.__mro__, name)
+        self.shape_of(kind)
+        if not stored and type(in_classes(kind.__mro__, "__getattribute__")) is FunctionType:
+            return UNKNOWN
+        if name == "__class__":
+            return kind
+        storage = instance_dict(owner)
+        if name == "__dict__":
+            if storage:
+                place = self.place(owner)
+                self.found(place, Step(ATTRIBUTE, "__dict__"), storage, place.name)
+            return storage
+        if stored and (name in storage or not computes(in_class)):
+            value = storage.get(name, in_class)
+            return UNKNOWN if value is missing else self.holds(owner, Stored(name), value)
+        return self._of_instance(owner, name, in_class, storage)
+
+    def _of_instance(self, owner: Any, name: str, in_class: Any, storage: dict[str, Any]) -> Any:
+        if type(in_class) is types.GetSetDescriptorType and isinstance(owner, Node):
+            return UNKNOWN  # it may unpack a saved tensor, by calls that the function does not make
+        if is_slot(in_class):
+            if holds(in_class, owner):
+                value = in_class.__get__(owner, type(owner))
+                self._read(owner, Step(ATTRIBUTE, name), value)
+                return value
+            place = self.place(owner)
+            lacks = functools.partial(holds, in_class)
+            self.part(place, lacks, False, f"hasattr({place.name}, {name!r})", name)
+            return UNKNOWN
+        if issubclass(type(owner), tuple) and name in getattr(type(owner), "_fields", ()):
+            self._read(owner, Step(ATTRIBUTE, name), getattr(owner, name))
+            return getattr(owner, name)
+        if hasattr(type(in_class), "__set__"):  # a property precedes what the instance stores
+            self.of_class(type(owner), name, in_class)
+            return self.got(getattr(in_class, "fget", None), owner)
+        if name in storage:
+            self._read(owner, Step(ATTRIBUTE, name), storage[name])
+            return storage[name]
+        if issubclass(type(owner), torch.nn.Module):
+            for registry in _REGISTRIES:
+                if name in storage.get(registry, ()):
+                    return self._of_registry(owner, storage[registry], registry, name)
+        if in_class is missing:
+            return self._looked_up(owner, name)
+        return self._of_its_class(owner, name, in_class)
+
+    def got(self, getter: Any, owner: Any) -> Any:
+        """Return what an ``attrgetter`` or ``itemgetter`` gets, and record the reads; UNKNOWN of other callables."""
+        if type(getter) not in GETTERS:
+            return UNKNOWN
+        found, keys = UNKNOWN, getter.__reduce__()[1]
+        for key in keys:
+            found = owner
+            if type(getter) is operator.itemgetter:
+                found = self.item(found, key)
+            else:
+                for name in key.split("."):
+                    found = self.attribute(found, name)
+        return found if len(keys) == 1 else UNKNOWN
+
+    def _of_tensor(self, owner: torch.Tensor, name: str) -> Any:
+        """Handle an attribute of a tensor: what a tensor of before the step says of itself, but for its values."""
+        self._added_to_tensors(name)
+        if type(owner) not in PLAIN_TENSORS:  # made by the trace, or a leaf
+            return UNKNOWN
+        place = self.place(owner)  # wherever it came from: a generator tells no place
+        if name in vars(owner):
+            self._read(owner, Step(ATTRIBUTE, name), vars(owner)[name])
+            return vars(owner)[name]
+        if name in _FACTS:
+            ask = functools.partial(_fact, name)
+            self.part(place, ask, ask(owner), f"{place.name}.{name}", name)
+        elif in_classes(type(owner).__mro__, name) is missing:
+            lacks = functools.partial(_has, name)
+            self.part(place, lacks, False, f"hasattr({place.name}, {name!r})", name)
+        return UNKNOWN
+
+    def _added_to_tensors(self, name: str) -> None:
+        """Record what the user has made a method or an attribute of all tensors."""
+        found = in_classes(torch.Tensor.__mro__, name)
+        function = getattr(found, "fget", found)
+        users = type(function) is FunctionType and is_user_file(function.__code__.co_filename)
+        if users or (found is not missing and is_value(found) and not name.startswith("_")):
+            place, ask = Place(torch.Tensor, "Tensor"), functools.partial(stored_in_class, name)
+            self.part(place, ask, found, f"Tensor.{name}", name, defines=True)
+
+    def _of_registry(self, owner: Any, held: dict[str, Any], registry: str, name: str) -> Any:
+        place = self.place(owner)
+        self.found(place, Step(ATTRIBUTE, registry), held, f"{place.name}.{registry}")
+        self.found(self.place(held), Step(ITEM, name), held[name], f"{place.name}.{name}")
+        return held[name]
+
+    def _read(self, owner: Any, step: Step, value: Any) -> None:
+        place = self.place(owner)
+        self.found(place, step, value, step.shown(place.name))
+
+    def _of_its_class(self, owner: Any, name: str, in_class: Any) -> Any:
+        if not computes(in_class):
+            known = self._places.get(id(owner))
+            if known is None or not known.root.outlives:
+                self.of_class(type(owner), name, in_class)
+            self._read(owner, Step(ATTRIBUTE, name), in_class)
+            return in_class
+        self.of_class(type(owner), name, in_class)
+        of_module = issubclass(type(owner), torch.nn.Module) and not name.startswith("_")
+        of_interest = self.is_of_user(type(owner)) or of_module
+        if of_interest:  # what is stored in the instance would precede it
+            place = self.place(owner)
+            shown = f"{place.name}.{name}"
+            self.part(place, functools.partial(stores, name), False, shown, name, defines=True)
+        return bound(in_class, owner)
+
+    def _looked_up(self, owner: Any, name: str) -> Any:
+        """Handle an attribute that is not stored: the class computes it, or it does not exist."""
+        asks = in_classes(type(owner).__mro__, "__getattr__")
+        if asks in (dict.__getitem__, dict.get):
+            return self.item(owner, name)
+        place = self.place(owner)
+        text = f"hasattr({place.name}, {name!r})"
+        self.part(place, functools.partial(stores, name), False, text, name)
+        self.of_class(type(owner), name, missing)
+        return UNKNOWN
+
+    def _of_module(self, owner: ModuleType, name: str) -> Any:
+        if name == "__dict__":
+            self.root(vars(owner), owner.__name__)
+            return vars(owner)
+        found = vars(owner).get(name, missing)
+        users = is_user_module(owner)
+        if found is missing:  # what the module's own `__getattr__` makes of it is seen in its frame
+            if users:
+                place, lacks = self.place(owner), functools.partial(stores, name)
+                self.part(place, lacks, False, f"hasattr({place.name}, {name!r})", name)
+            return UNKNOWN
+        if users:
+            self._read(owner, Step(ATTRIBUTE, name), found)
+        return found
+
+    def _of_type(self, owner: type, name: str) -> Any:
+        found = in_classes(owner.__mro__, name)
+        if name == "__dict__" and self.is_of_user(owner):  # a new view each time: all that it shows counts
+            shown = f"vars({owner.__name__})"
+            self.whole(Place(vars(owner), shown, self.place(owner), Step(ATTRIBUTE, name)))
+            return UNKNOWN
+        if issubclass(type(owner), enum.EnumType):
+            return found if issubclass(type(found), owner) else UNKNOWN
+        if found is missing:
+            kind: Any = type(owner)
+            meta = in_classes(kind.__mro__, name)
+            computed = type(meta) is types.GetSetDescriptorType and self.is_of_user(owner)
+            if computed and (said := getattr(owner, name, missing)) is not missing:
+                self._said_of_class(owner, name, said)
+            elif meta is not missing and not computed:
+                self.of_class(kind, name, meta)
+            else:
+                self.of_class(owner, name, missing)
+            return bound(meta, owner)
+        self.of_class(owner, name, found)
+        if type(found) is staticmethod:
+            return found.__func__
+        if type(found) is classmethod:
+            return MethodType(found.__func__, owner)
+        as_it_is = (FunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+        return UNKNOWN if computes(found) and type(found) not in as_it_is else found
+
+    def _said_of_class(self, cls: type, name: str, value: Any) -> None:
+        if is_value(value):  # such as its name
+            self._read(cls, Step(ATTRIBUTE, name), value)
+
+    def of_class(self, cls: type, name: str, found: Any) -> None:
+        """Record what a user's class stores under a name."""
+        definer = next((one for one in cls.__mro__ if name in vars(one)), cls)
+        of_interest = self.is_of_user(cls) or issubclass(cls, torch.nn.Module)
+        own = self.is_of_user(definer) or (of_interest and not name.startswith("_"))
+        if not own or (issubclass(cls, enum.Enum) and type(found) not in _DEFINITIONS):  # a member stays
+            return
+        place, shown = self.root(cls, cls.__name__), f"{cls.__name__}.{name}"
+        if found is missing:
+            self.part(
+                place, functools.partial(defines, name), False, f"hasattr({cls.__name__}, {name!r})", name
+            )
+        elif not computes(found):
+            self.found(place, Step(ATTRIBUTE, name), found, shown)
+        elif self.is_new(place, Step(ATTRIBUTE, name)):
+            # Read from a class, a function is returned as it is; other descriptors compute what they return.
+            as_it_is = type(found) is FunctionType
+            step = Step(ATTRIBUTE, name) if as_it_is else Step(PART, functools.partial(stored_in_class, name))
+            self.compare(place, step, How.IDENTICAL, found, shown, defines=True)
+            for function in (getattr(found, "__func__", found), getattr(found, "fget", None)):
+                if type(function) in _KEEPS_ARGUMENTS:
+                    self.root(function, shown)
+                if type(function) is FunctionType and is_user_file(function.__code__.co_filename):
+                    code = Step(ATTRIBUTE, "__code__")
+                    self.compare(
+                        self.root(function, shown), code, How.SAME, function.__code__, shown, defines=True
+                    )
+
+    def holds(self, owner: Any, ask: Any, value: Any) -> Any:
+        """Record and return ``value``, the result of ``ask(owner)``, such as a weak reference's target."""
+        place = self.place(owner)
+        self.found(place, Step(PART, ask), value, f"{place.name}()")
+        return value
+
+    def goes_on(self, value: Any) -> None:
+        """Record that the step advances an object unseen, such as a compiled queue."""
+        self._advanced.append((self.place(value), self._site))
+
+    def says(self, owner: Any, ask: Any, value: Any, text: str) -> Any:
+        """Record and return an object's answer to a query that can be repeated."""
+        place = self.place(owner)
+        self.part(place, ask, value, f"{place.name}.{text}")
+        return value
+
+    def held_by(self, value: Any) -> list[Any]:
+        """Return the elements of a container that can be found again; none for other values."""
+        return [] if value is UNKNOWN or not is_container(value) else [part for _, part in parts_of(value)]
+
+    def item(self, owner: Any, key: Any) -> Any:
+        """Return ``owner[key]`` of a builtin container, and record the read; UNKNOWN for other objects."""
+        if owner is UNKNOWN or is_value(owner) or issubclass(type(owner), torch.Tensor):
+            return UNKNOWN
+        if not is_container(owner):
+            self.use(owner)
+            return UNKNOWN
+        if is_array(owner) and owner.dtype.hasobject and is_key(key):
+            return self._element(owner, key)
+        getter = in_classes(type(owner).__mro__, "__getitem__")
+        if not is_key(key) or is_array(owner) or getter not in _BUILTIN_ITEMS:
+            self.use(owner)
+            self.identity(key)
+            return UNKNOWN
+        place = self.place(owner)
+        if issubclass(type(owner), dict) and not dict.__contains__(owner, key):
+            self.has(owner, key)
+            return UNKNOWN
+        try:
+            value = owner[key]
+        except (LookupError, TypeError):
+            self.whole(place)
+            return UNKNOWN
+        name = place.name.removesuffix("._modules")
+        self.found(place, Step(ITEM, key), value, Step(ITEM, key).shown(name))
+        return value
+
+    def _element(self, array: Any, key: Any) -> Any:
+        """Return an element of an object array, and record the read."""
+        self.use(array)
+        try:
+            value = array[key]
+        except (LookupError, TypeError):
+            return UNKNOWN
+        self._read(array, Step(ITEM, key), value)
+        return value
+
+    def has(self, owner: Any, key: Any) -> None:
+        """Record ``key in owner``."""
+        if owner is UNKNOWN or is_value(owner):
+            return
+        if not is_container(owner) or not is_key(key):
+            self.use(owner)
+            self.identity(key)
+        elif not is_array(owner):
+            place = self.place(owner)
+            self.part(place, has_key(key), key in owner, f"{key!r} in {place.name}", key)
+        else:
+            self.use(owner)
+
+    def size(self, owner: Any, *, truth: bool) -> None:
+        """Record ``len(owner)``, or its truth value."""
+        if owner is UNKNOWN or is_value(owner):
+            return
+        if not is_container(owner):
+            self.use(owner)
+            return
+        place, read = self.place(owner), bool if truth and not is_array(owner) else len
+        if is_array(owner):
+            self.use(owner)
+        else:
+            self.part(place, read, read(owner), f"{read.__name__}({place.name})")
+
+    def handed(self, value: Any, name: str) -> None:
+        """Record an object that the step gets from its caller."""
+        if not is_value(value) and not issubclass(type(value), torch.Tensor):
+            self.root(value, name)
+
+    def enter(self, frame: FrameType) -> dict[str, list[tuple[Place, Step]]]:
+        """Record what a function call reads: a method from its class, and the defaults that are used.
+
+        Returns:
+          By name, where the cells of its closure are found.
+        """
+        code, self.frame = frame.f_code, frame
+        self.says_autocast = self.says_autocast or "autocast" in code.co_names
+        held = frame.f_locals
+        owner = first_argument(code, held)
+        if owner is not UNKNOWN:
+            self._method(owner, code)
+        cells: dict[str, list[tuple[Place, Step]]] = {name: [] for name in code.co_freevars}
+        for place in self._called(code, held):
+            self._defaults(place, code, held)
+            for number, name in enumerate(code.co_freevars):
+                cells[name].append((place, Step(CELL, number)))
+        for made in self._made.get(code, ()):
+            for name, cell in made.items():
+                if name in cells and cell not in cells[name]:
+                    cells[name].append(cell)
+        return cells
+
+    def _called(self, code: CodeType, held: Mapping[str, Any]) -> list[Place]:
+        places = self.functions.get(code)
+        if places is None and code.co_freevars and code not in self._made:
+            # Called by a library that received it before the step.
+            functions = functions_of(code)
+            places = [self.root(one, code.co_name, outlives=False) for one in functions]
+            self.functions.setdefault(code, places)
+        return [place for place in places or () if _closes_over(place.value, held)]
+
+    def _method(self, owner: Any, code: CodeType) -> None:
+        if issubclass(type(owner), torch.Tensor) or not self.has_parts(owner):
+            return
+        cls = owner if issubclass(type(owner), type) else type(owner)
+        if cls not in self._methods:
+            self._methods[cls] = _names_of_methods(cls)
+        for name in self._methods[cls].get(code, ()):
+            self.of_class(cls, name, in_classes(cls.__mro__, name))
+
+    def _defaults(self, place: Place, code: CodeType, held: Mapping[str, Any]) -> None:
+        if place.owner is not None:  # compared as part of the definition
+            return
+        function = place.value
+        names = parameters_with_defaults(function)
+        for number, (name, value) in enumerate(zip(names, function.__defaults__ or (), strict=True)):
+            if held.get(name, missing) is value:
+                self.found(self._part(place, "__defaults__"), Step(ITEM, number), value, name)
+        for name, value in (function.__kwdefaults__ or {}).items():
+            if held.get(name, missing) is value:
+                self.found(self._part(place, "__kwdefaults__"), Step(ITEM, name), value, name)
+
+    def _part(self, place: Place, name: str) -> Place:
+        value = getattr(place.value, name)
+        known = self._places.get(id(value))
+        if known is None:
+            known = self._places[id(value)] = Place(value, place.name, place, Step(ATTRIBUTE, name))
+        return known
+
+    def made(self, code: CodeType, cells: Mapping[str, list[tuple[Place, Step]]]) -> None:
+        """Record that a function with this code is made; its closure shares these cells."""
+        shared = {name: found[0] for name in code.co_freevars if (found := cells.get(name))}
+        self._made.setdefault(code, []).append(shared)
+
+    def imported(self, name: str, module: ModuleType) -> None:
+        """Record what an ``import`` in a function finds."""
+        if is_user_module(module):
+            of_all = Place(
+                sys.modules, "sys.modules"
+            )  # no known place: libraries look there for what they can do
+            self.compare(of_all, Step(ITEM, name), How.IDENTICAL, module, name, defines=True)
+
+    def of_library(self, module: ModuleType, name: str) -> None:
+        """Record which object the user's code finds in a library's module: it stays as it is, but may be replaced."""
+        found = vars(module).get(name, missing)
+        stays = (
+            found is missing or type(found) is ModuleType or type(found).__module__ == "torch"
+        )  # as a dtype does
+        if stays or module.__name__.startswith("functional_cg") or is_user_module(module):
+            return
+        definition = issubclass(type(found), type | FunctionType | BuiltinFunctionType)
+        # Where a program prints to is no part of the step, and a library's private objects are its own to exchange.
+        if definition or is_value(found) or not (module is sys or name.startswith("_")):
+            step, how = Step(ATTRIBUTE, name), How.SAME if is_value(found) else How.IDENTICAL
+            self.compare(
+                Place(module, module.__name__), step, how, found, f"{module.__name__}.{name}", defines=True
+            )
+
+    def from_globals(self, frame: FrameType, name: str) -> Any:
+        """Return the value of a global name, and record the read."""
+        namespace = frame.f_globals
+        if name in namespace:
+            value = namespace[name]
+            if is_container(value) and is_installed(namespace):
+                self._registries[id(value)] = value  # others add to it; for this step that is no change
+            elif type(value) is ModuleType and not is_user_module(value):
+                place = self.root(
+                    namespace, "globals()"
+                )  # no place of its own: what libraries read of it is theirs
+                self.compare(place, Step(ITEM, name), How.IDENTICAL, value, name, defines=True)
+            else:
+                self.found(self.root(namespace, "globals()"), Step(ITEM, name), value, name)
+            return value
+        place = self.root(namespace, "globals()")
+        self.part(place, has_key(name), False, name, name, defines=True)  # a global would shadow it
+        self.of_library(builtins, name)
+        return getattr(builtins, name, UNKNOWN)
+
+
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # not those of a trace or of a state
+
+
+def _has(name: str, tensor: torch.Tensor) -> bool:
+    return name in vars(tensor)
+
+
+def _fact(name: str, tensor: torch.Tensor) -> Any:
+    value = getattr(tensor, name)
+    if name in _ANSWERED:
+        return value()
+    return value is not None if name in _THERE else value
+
+
+def first_argument(code: CodeType, held: Mapping[str, Any]) -> Any:
+    """Return the first argument of a call, be it one of ``*args``; UNKNOWN if there is none."""
+    if code.co_argcount:
+        return held.get(code.co_varnames[0], UNKNOWN)
+    given = held.get(code.co_varnames[code.co_kwonlyargcount], ()) if code.co_flags & _TAKES_ANY else ()
+    return given[0] if type(given) is tuple and given else UNKNOWN
+
+
+def _names_of_methods(cls: type) -> Mapping[CodeType, list[str]]:
+    """Return by code the names under which a class or its bases keep it: as a method or in one, decorated or not."""
+    found: dict[CodeType, list[str]] = {}
+    for name in dict.fromkeys(name for one in cls.__mro__ for name in vars(one)):
+        stored = in_classes(cls.__mro__, name)
+        function = _kept(stored, "fget", None) or _kept(stored, "__func__", stored)
+        met: set[int] = set()
+        while type(function) is FunctionType and id(function) not in met:
+            met.add(id(function))
+            found.setdefault(function.__code__, []).append(name)
+            function = vars(function).get("__wrapped__")
+    return found
+
+
+def _kept(descriptor: object, name: str, default: object) -> Any:
+    """Return a function that a descriptor keeps, without its class's own ways to look attributes up."""
+    try:
+        kept = object.__getattribute__(descriptor, name)
+    except AttributeError:
+        return default
+    return kept if type(kept) is FunctionType else default
+
+
+def _closes_over(function: FunctionType, held: Mapping[str, Any]) -> bool:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not yet assigned
+            value = missing
+        if held.get(name, missing) is not value:
+            return False
+    return True
