@@ -64,7 +64,7 @@ def lowered(run: Run) -> Any:
 VARIANTS = [Run("zero_bubble", FEATURES), *(Run(s, (f,)) for s, f in diagonal([*CUTS], FEATURES))]
 
 
-@pytest.mark.parametrize("run", share(VARIANTS, 3), ids=str)
+@pytest.mark.parametrize("run", share(VARIANTS, len(VARIANTS)), ids=str)
 def test_a_program_is_the_one_that_is_recorded_call_by_call(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

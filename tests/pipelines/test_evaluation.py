@@ -69,7 +69,7 @@ def assert_as_on_one_rank(
 
 
 @on_gloo_and_nccl
-@pytest.mark.parametrize("schedule", share([*CUTS], 2))
+@pytest.mark.parametrize("schedule", share([*CUTS], 4))
 def test_each_schedule_on_two_ranks(schedule: str, device: str) -> None:
     assert_as_on_one_rank([Run(schedule, FEATURES)], 2, TWO, device)
 

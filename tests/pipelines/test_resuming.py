@@ -26,7 +26,7 @@ from tests.pipelines.programs import (
 )
 from tests.sharding.law import rank_of
 from tests.sharding.ranks import on_ranks
-from tests.shares import thorough
+from tests.shares import share, thorough
 
 FEATURES = ("dropout", "clip", "adamw", "averages")
 EACH = 2  # calls of a leg
@@ -157,8 +157,8 @@ def grouped(legs: Sequence[Leg]) -> list[tuple[int, list[Leg]]]:
 
 
 def test_other_schedules_and_ranks_go_on_where_a_pipeline_stopped(tmp_path: Path) -> None:
-    """Two ranks with a stage each, two with two each, and one rank that knows no pipelines."""
-    assert_goes_on([ON_TWO, IN_FOUR[0], PLAIN], tmp_path)
+    """Two ranks with a stage each (thorough: also with two each), and one rank that knows no pipelines."""
+    assert_goes_on([ON_TWO, *share(IN_FOUR, 2)[1:], PLAIN], tmp_path)
 
 
 @thorough

@@ -36,7 +36,7 @@ from tests.shares import diagonal, share
 
 HERE = Path(__file__)
 VARIANTS = [Run("zero_bubble", FEATURES), *(Run(s, (f,)) for s, f in diagonal([*CUTS], FEATURES))]
-each_variant = pytest.mark.parametrize("run", share(VARIANTS, 3), ids=str)
+each_variant = pytest.mark.parametrize("run", share(VARIANTS, len(VARIANTS)), ids=str)
 
 
 def lowered(run: Run) -> Any:
@@ -48,7 +48,7 @@ def templates_of(program: Program) -> list[Instr]:
     return [instr for instr in program.instrs if isinstance(instr.op, Template)]
 
 
-@pytest.mark.parametrize("features", [("tied",), ("dropout", "aux")])
+@pytest.mark.parametrize("features", share([("dropout", "aux"), ("tied",)], 2))
 def test_a_micro_batch_adds_as_many_calls_whatever_a_stage_computes(features: tuple[str, ...]) -> None:
     added = set[int]()
     for layers in (4, 12):
@@ -175,7 +175,7 @@ def test_a_rewritten_program_makes_the_calls_of_one_that_is_recorded(
     assert memory == [lowered(run).memory_analysis()["peak"]]
 
 
-@pytest.mark.parametrize("schedule", share([*CUTS], 3))
+@pytest.mark.parametrize("schedule", share(["zero_bubble", *CUTS], 9))
 def test_what_a_plan_allocates_is_what_its_calls_do(schedule: str) -> None:
     """Of large values: those that a template keeps for itself, is given and hands on."""
     stages = len(CUTS[schedule]) + 1

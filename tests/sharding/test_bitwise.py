@@ -133,7 +133,7 @@ def test_two_forks_are_stepped_in_turn(device: str) -> None:
 
 
 @on_gloo_and_nccl
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", share([3, 2, 1], 3))
 def test_two_steps_take_turns_on_one_state(stage: int, device: str) -> None:
     """One adds up gradients, the other updates with the sum: collectives of two graphs on one communicator."""
     counts: Any = on_ranks(2, two_steps_on_one_state, Setting(TWO, stage, SMALL), device, device=device)
@@ -154,7 +154,7 @@ def _order_of_a_replay(lowering: Any) -> list[str]:
     return [name.removeprefix("_c10d_functional::") for name in names]
 
 
-@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+@pytest.mark.parametrize("lowering", share(["aten", "inductor"], 2))
 def test_one_collective_is_under_way_at_a_time_on_a_host(lowering: str) -> None:
     """Of gathers that run side by side gloo breaks its heap, once in some thousand pairs, or hangs."""
     for order in on_ranks(2, _order_of_a_replay, lowering):
