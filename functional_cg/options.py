@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Self, get_args
 
 from .stages.branches.choice import Branches
-from .stages.run.capture import Backend
+from .stages.plan import Backend
 
 __all__ = ["BackendChoice", "Branches", "Certify", "CompileOnce", "Debug", "Lowering", "Options"]
 

@@ -1,53 +1,47 @@
-"""Draws the import chart of ``functional_cg/README.md`` from the imports: ``python -m tests.rooms``."""
+"""Draws the chart of ``functional_cg/README.md`` from the imports: ``python -m tests.rooms``."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tests.test_layers import FOLDERS, ORDER, ROOT, SOURCES, imports, room
+from tests.test_layers import FOLDERS, LAYERS, ROOMS, ROOT, SOURCES, imports, room
 
 __all__ = ["drawing", "page"]
 
 PAGE = ROOT / "README.md"
-START, END = "<!-- rooms -->\n", "<!-- end of rooms -->\n"
-_LEFT_OUT = {"__init__", "testing", "report", "examples", "stages"}  # they use the public names
+START, END = "<!-- layers -->\n", "<!-- end of layers -->\n"
 
 
-def _edges() -> dict[str, set[str]]:
-    """Which room imports from which."""
+def _edges() -> dict[int, set[int]]:
+    """From which other layers each one imports."""
     known = frozenset(SOURCES)
-    found: dict[str, set[str]] = {name: set() for name in ORDER if name not in _LEFT_OUT}
+    found: dict[int, set[int]] = {number: set() for number in range(len(LAYERS))}
     for module, source in SOURCES.items():
-        if room(module) in found:
-            targets = {room(i.target) for i in imports(source, module, known, is_folder=module in FOLDERS)}
-            found[room(module)] |= (targets & found.keys()) - {room(module)}
+        here = ROOMS[room(module)]
+        targets = imports(source, module, known, is_folder=module in FOLDERS)
+        found[here] |= {ROOMS[room(one.target)] for one in targets} - {here}
     return found
 
 
-def _without_detours(edges: Mapping[str, set[str]]) -> dict[str, list[str]]:
+def _without_detours(edges: Mapping[int, set[int]]) -> Iterator[tuple[int, int]]:
     """Without what follows from others."""
-    reached: dict[str, set[str]] = {}
-    for name in sorted(edges, key=ORDER.index):
-        reached[name] = set().union(*({other} | reached[other] for other in edges[name]))
-    return {
-        name: sorted(
-            other for other in others if not any(other in reached[between] for between in others - {other})
-        )
-        for name, others in edges.items()
-    }
+    reached: dict[int, set[int]] = {}
+    for here in sorted(edges):
+        reached[here] = set().union(*({other} | reached[other] for other in edges[here]))
+        for other in sorted(edges[here]):
+            if not any(other in reached[between] for between in edges[here]):
+                yield here, other
 
 
 def drawing() -> str:
-    """The rooms and what they import, in the language of Mermaid."""
-    edges = _without_detours(_edges())
+    """The layers with their rooms and what they import, in the language of Mermaid."""
     lines = ["```mermaid", "flowchart TD"]
-    for name in reversed(list(edges)):
-        lines.append(f'    {name.replace(".", "_")}["{name.replace(".", "/")}"]')
-    for name in reversed(list(edges)):
-        for other in edges[name]:
-            lines.append(f"    {name.replace('.', '_')} --> {other.replace('.', '_')}")
+    for number, (name, rooms) in reversed([*enumerate(LAYERS.items())]):
+        listed = ", ".join(one.replace(".", "/") for one in rooms if one not in ("__init__", "stages"))
+        lines.append(f'    layer{number}["<b>{name}</b><br>{listed}"]')
+    lines += [f"    layer{here} --> layer{other}" for here, other in _without_detours(_edges())]
     return "\n".join([*lines, "```", ""])
 
 

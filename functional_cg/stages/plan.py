@@ -5,7 +5,6 @@ What it runs, and in which order, is a ``Schedule``, from ``stages.schedule``.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,31 +15,31 @@ from torch import Tensor
 
 from ..concurrency.interrupts import uninterrupted
 from ..messages.source import Location
-from ..tensors.aten import UNGROUPED
+from ..tensors.aten import UNGROUPED, copies
+from .evaluate import AS_STRIDED, as_strided, evaluate
 from .layouts import laid_out, unsure
 from .lifetimes import dropped_in, last_uses
 from .passes.fused import in_place
 from .passes.rewrite import clears, range_tensor
-from .program import Instr, Program, Var, map_vars, vars_in
+from .program import Instr, Program, Var, vars_in
 from .schedule import Schedule, schedule
 from .template import Template
 from .together import Together
 
 __all__ = [
     "AtenPlan",
+    "Backend",
     "Buffers",
     "ExecutionPlan",
+    "Replay",
     "Run",
-    "evaluate",
-    "evaluate_all",
+    "Spare",
     "lower_aten",
     "note",
     "staged_line",
 ]
 
 Before = Sequence[Callable[[], Any]]
-
-_AS_STRIDED = torch.ops.aten.as_strided.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +84,63 @@ class ExecutionPlan(Protocol):
 
     def as_text(self) -> str:
         """Return the plan as source code."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Spare(Buffers):
+    """Buffers for a warm-up, with slots separate from the state.
+
+    Attributes:
+      copied: Slots that may not hold any value, such as one that counts steps and is an index.
+      originals: The slots of the state that they are copies of.
+    """
+
+    copied: Sequence[Tensor]
+    originals: Sequence[Tensor]
+
+    def reset(self) -> None:
+        """Let the next run begin where the state is: after others, an index might be behind the end of its table."""
+        for call in copies(self.copied, self.originals):
+            call()
+
+
+class Replay(Protocol):
+    """A captured plan that can be replayed.
+
+    Attributes:
+      fresh: Whether each call returns new tensors rather than the same static ones, which must be copied out.
+    """
+
+    fresh: bool
+
+    def __call__(self, before: Before, /) -> Sequence[Tensor]:
+        """Run once, with ``before`` and the commit as one uninterrupted block; return metrics."""
+        ...
+
+    def close(self) -> None:
+        """Free the graph and its memory."""
+        ...
+
+
+class Backend(Protocol):
+    """Where captures run; each step has one backend.
+
+    Attributes:
+      name: Name in messages and ``explain()``.
+      has_lanes: If there and true: it runs a plan with branches on lanes, by ``bound``.
+    """
+
+    name: str
+
+    def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Spare]) -> Replay:
+        """Capture a plan on its static buffers.
+
+        Args:
+          plan: What to run.
+          buffers: The static buffers, filled with real inputs.
+          scratch: Makes buffers for warm-up, with slots separate from the state.
+        """
         ...
 
 
@@ -223,7 +279,7 @@ class AtenPlan:
 
     def _call(self, instr: Instr, op: Any) -> str:
         arguments = [self._literal(arg) for arg in instr.args]
-        if op is _AS_STRIDED:
+        if op is AS_STRIDED:
             self._ops["as_strided"] = as_strided
             return f"as_strided({instr.args[0].offset}, {', '.join(arguments)})"
         arguments += [f"{name}={self._literal(value)}" for name, value in instr.kwargs.items()]
@@ -335,43 +391,6 @@ def note(
     )
 
 
-def as_strided(
-    traced: int, tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
-) -> Tensor:
-    """Call ``torch.as_strided`` with the storage offset corrected: slots lie elsewhere than in the trace."""
-    if offset is not None:
-        offset += int(tensor.storage_offset()) - traced
-    return torch.as_strided(tensor, size, stride, offset)
-
-
-def evaluate(instr: Instr, value: Callable[[Var], Any]) -> Any:
-    """Run a single call.
-
-    Args:
-      instr: The call.
-      value: Maps a variable to its tensor.
-    """
-    args = [value(one) if type(one) is Var else map_vars(value, one) for one in instr.args]
-    kwargs = {name: map_vars(value, item) for name, item in instr.kwargs.items()} if instr.kwargs else {}
-    if instr.op is _AS_STRIDED:
-        return as_strided(instr.args[0].offset, *args, **kwargs)
-    return getattr(instr.op, "_op", instr.op)(*args, **kwargs)  # as in a plan
-
-
-def evaluate_all(instrs: Iterable[Instr], values: dict[Var, Any]) -> None:
-    """Run calls one by one, and add their results to the values of the variables before."""
-
-    def assign(out: Any, value: Any) -> None:
-        if isinstance(out, Var):
-            values[out] = value
-        elif isinstance(out, (list, tuple)):
-            for one, part in zip(out, value, strict=True):
-                assign(one, part)
-
-    for instr in instrs:
-        assign(instr.out, evaluate(instr, values.__getitem__))
-
-
 def _target(out: Any, fixed: Collection[Var]) -> str:
     """Return the left-hand side that unpacks a call's result as the trace saw it.
 
@@ -386,10 +405,3 @@ def _target(out: Any, fixed: Collection[Var]) -> str:
         return "_"
 
     return f"{text(out)} = " if vars_in(out) else ""
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Enter the modes in which a plan runs: plain tensors, no autograd."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield

@@ -23,8 +23,8 @@ from ..options import BackendChoice, Options
 from ..stages.lower.compiled import announce, lower
 from ..stages.passes.grouping import group_collectives
 from ..stages.passes.rewrite import rewrite
-from ..stages.plan import Buffers
-from ..stages.run.capture import Backend, CUDABackend, backend_for
+from ..stages.plan import Backend, Buffers
+from ..stages.run.capture import CUDABackend, backend_for
 from ..stages.run.memory import scratch
 from ..stages.run.poison import Poisoned
 from ..stages.run.replay import MISS, Bound, Stats, finisher, recorder, replayer

@@ -29,8 +29,8 @@ from ..options import Certify
 from ..shards.mesh import Mesh
 from ..shards.peers import on_any
 from ..stages.lower.regions import RegionsPlan
-from ..stages.plan import Before, Buffers
-from ..stages.run.capture import Backend, CUDABackend, Replay
+from ..stages.plan import Backend, Before, Buffers, Replay
+from ..stages.run.capture import CUDABackend
 from ..stages.run.memory import scratch
 from ..stages.trial.judge import Difference, load_kernels, miscompiled
 from ..stages.trial.trial import Certificate, Trial, TrialOfFunctions

@@ -24,9 +24,8 @@ from ..shards.peers import watched
 from ..shards.transfers import TRANSFERS
 from ..stages.branches.plan import Branched
 from ..stages.lower.costs import constant_costs, input_costs, metric_costs, slot_costs, staged_pairs
-from ..stages.plan import ExecutionPlan
+from ..stages.plan import ExecutionPlan, Replay
 from ..stages.program import Program
-from ..stages.run.capture import Replay
 from ..stages.run.replay import Stats
 from ..stages.template import unrolled
 from ..stages.trace.footprint import Inspection

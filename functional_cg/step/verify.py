@@ -19,7 +19,8 @@ from ..errors import CaptureError
 from ..errors.words import words_of
 from ..pytree.sameness import same
 from ..shards.peers import on_any
-from ..stages.plan import Buffers, ExecutionPlan, lower_aten, quiet
+from ..stages.evaluate import quiet
+from ..stages.plan import Buffers, ExecutionPlan, lower_aten
 from ..stages.program import Program
 from ..stages.run.replay import output_builder
 from ..stages.trial.judge import Judge, miscompiled

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import tree as pytree
 from ..errors import DonatedStateError, ReadOnlyError
 from ..graph_step import GraphFn, GraphStep
-from ..stages.run.capture import Backend
+from ..stages.plan import Backend
 from ..state.handle import snapshot
 from ..state.lifecycle import fork
 from .laws import assert_no_alias, assert_trees_all_equal

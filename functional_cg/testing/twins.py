@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import tree as pytree
 from ..errors import ClosedError, DonatedStateError, FunctionalCGError, LayoutError
 from ..graph_step import GraphFn, GraphStep
-from ..stages.run.capture import Backend
+from ..stages.plan import Backend
 from ..state.handle import Handle, place, snapshot
 from .laws import arguments, assert_trees_all_close, assert_trees_all_equal
 

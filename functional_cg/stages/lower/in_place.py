@@ -17,13 +17,14 @@ from ..branches.function import Launches
 from ..branches.listing import Timeline, in_line
 from ..branches.plan import Lanes, Spread
 from ..branches.wrapper import UnknownStatement, Wrapper
+from ..evaluate import evaluate, evaluate_all
 from ..fx_passes.canonical import pick_by_comparison
 from ..fx_passes.cross_entropy import rewrite_losses
 from ..fx_passes.logits import has_large_logits
 from ..fx_passes.products import batch_gradients
 from ..passes.fused import group_size, in_place, split_light, written_pairs
 from ..passes.rewrite import clears, range_tensor
-from ..plan import Before, Buffers, ExecutionPlan, Run, evaluate, evaluate_all
+from ..plan import Before, Buffers, ExecutionPlan, Run
 from ..program import Instr, Program, Var
 from ..schedule import Schedule, schedule
 from .arguments import by_itself

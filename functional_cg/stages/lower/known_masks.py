@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...shards.transfers import is_between_ranks
 from ...tensors.aten import named_arguments
-from ..plan import evaluate_all, quiet
+from ..evaluate import evaluate_all, quiet
 from ..program import Constant, Instr, Program, Var, live, written_storages
 
 __all__ = ["kind_of", "use_known_masks"]

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,55 +21,16 @@ from ...concurrency.streams import current_device
 from ...errors import CaptureError, FunctionalCGError, StreamError
 from ...errors.words import words_of
 from ..branches.plan import Branched, Lanes, bound, faster
-from ..plan import Before, Buffers, ExecutionPlan, Run, quiet
-from .memory import Spare
+from ..evaluate import quiet
+from ..plan import Backend, Before, Buffers, ExecutionPlan, Replay, Run, Spare
 from .reserve import AtOnce, at_once
 from .warm_up import once
 
-__all__ = ["Backend", "CPUBackend", "CUDABackend", "Replay", "backend_for"]
+__all__ = ["CPUBackend", "CUDABackend", "backend_for"]
 
 _CROSSES_THE_BORDER = ("unjoined work", "uncaptured work")  # in the driver's messages on streams and events
 _LATER = "previous error during capture"
 _ROUNDS, _ROUND_MS, _SECONDS = 12, 4.0, 0.2  # of a measurement: at most, at least, and at most
-
-
-class Replay(Protocol):
-    """A captured plan that can be replayed.
-
-    Attributes:
-      fresh: Whether each call returns new tensors rather than the same static ones, which must be copied out.
-    """
-
-    fresh: bool
-
-    def __call__(self, before: Before, /) -> Sequence[Tensor]:
-        """Run once, with ``before`` and the commit as one uninterrupted block; return metrics."""
-        ...
-
-    def close(self) -> None:
-        """Free the graph and its memory."""
-        ...
-
-
-class Backend(Protocol):
-    """Where captures run; each step has one backend.
-
-    Attributes:
-      name: Name in messages and ``explain()``.
-      has_lanes: If there and true: it runs a plan with branches on lanes, by ``bound``.
-    """
-
-    name: str
-
-    def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Spare]) -> Replay:
-        """Capture a plan on its static buffers.
-
-        Args:
-          plan: What to run.
-          buffers: The static buffers, filled with real inputs.
-          scratch: Makes buffers for warm-up, with slots separate from the state.
-        """
-        ...
 
 
 @dataclass(eq=False)

@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...tensors.aten import copies
-from ..plan import Buffers
+from ..plan import Buffers, Spare
 
-__all__ = ["Spare", "copy_out", "scratch"]
+__all__ = ["copy_out", "scratch"]
 
 _FEW = 3  # up to this many clones cost less than one grouped copy
-
-
-@dataclass(frozen=True, slots=True)
-class Spare(Buffers):
-    """Buffers for a warm-up, with slots separate from the state.
-
-    Attributes:
-      copied: Slots that may not hold any value, such as one that counts steps and is an index.
-      originals: The slots of the state that they are copies of.
-    """
-
-    copied: Sequence[Tensor]
-    originals: Sequence[Tensor]
-
-    def reset(self) -> None:
-        """Let the next run begin where the state is: after others, an index might be behind the end of its table."""
-        for call in copies(self.copied, self.originals):
-            call()
 
 
 def scratch(buffers: Buffers, unchecked: Sequence[bool]) -> Spare:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ...tensors.overlap import storage_key
-from ..plan import Before
-from .capture import Replay
+from ..plan import Before, Replay
 from .memory import copy_out
 
 __all__ = ["Poisoned", "poison"]

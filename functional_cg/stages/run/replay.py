@@ -20,8 +20,8 @@ from ...state.handle import Handle
 from ...transforms.debug import DEBUG_PRINT, show
 from ...transforms.taps import TAP, Taps
 from ...tree import Treedef
+from ..plan import Replay
 from ..program import Program, Report, Var
-from .capture import Replay
 from .memory import copy_out
 from .ranges import in_a_range
 

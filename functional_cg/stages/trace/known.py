@@ -23,7 +23,7 @@ from ...messages.libraries import sync_fix
 from ...messages.source import at_here, user_frame
 from ...shards.transfers import is_between_ranks
 from ...tensors.aten import named_arguments, tensors_in
-from ..plan import evaluate_all
+from ..evaluate import evaluate_all
 from ..program import Constant, Instr, Program, Var, live, written_storages
 from ..template import calls_of
 

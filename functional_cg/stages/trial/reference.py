@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ...messages.source import Location
+from ..evaluate import evaluate, quiet
 from ..layouts import laid_out, unsure
 from ..lifetimes import last_uses, peak_bytes, storage_bytes
 from ..passes.fused import at_places, group_size
-from ..plan import AtenPlan, Buffers, evaluate, lower_aten, quiet
+from ..plan import AtenPlan, Buffers, lower_aten
 from ..program import Instr, Program, Var, live, written_storages
 from ..template import calls_of
 from .host_memory import HostMemory

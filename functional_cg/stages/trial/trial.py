@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ...errors import FunctionalCGError
-from ..plan import Buffers, ExecutionPlan, quiet
+from ..evaluate import quiet
+from ..plan import Buffers, ExecutionPlan
 from ..program import Program
 from .judge import Difference, Judge
 from .reference import Output, Reference

@@ -15,8 +15,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...errors import CaptureError
+from ...stages.evaluate import quiet
 from ...stages.lower.in_place import InPlacePlan
-from ...stages.plan import AtenPlan, Buffers, ExecutionPlan, quiet
+from ...stages.plan import AtenPlan, Buffers, ExecutionPlan
 from ...stages.run.capture import backend_for
 from ...stages.run.memory import scratch
 from .kernels import Launches, Line
