@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import bdb
+import contextlib
 import dataclasses
 import re
+from collections.abc import Iterator
 from traceback import walk_tb
 
 import torch
+import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from ...errors import CaptureError, FunctionalCGError, HostSyncError
@@ -19,11 +22,26 @@ from ..kinds import MIXED_DTYPES, not_strided
 from .recipe import Recipe
 from .rules import host_sync
 
-__all__ = ["mapped", "raised_at"]
+__all__ = ["ended_checkpoints", "mapped", "raised_at"]
 
 # Fragments of the messages that torch raises on reading a fake tensor's memory.
 _READS_MEMORY = (".numpy() is not supported", "Cannot access data pointer", "its data is not allocated yet")
 _IN_A_LIST = re.compile(r"(\[\d+\])+$")
+
+
+@contextlib.contextmanager
+def ended_checkpoints() -> Iterator[None]:
+    """End the checkpoints that an exception leaves open.
+
+    Before torch 2.12 their hooks on saved tensors stay on for as long as a traceback keeps their frames.
+    """
+    try:
+        yield
+    except BaseException as error:
+        for frame, _ in walk_tb(error.__traceback__):
+            if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+                frame.clear()
+        raise
 
 
 def mapped(recipe: Recipe, error: Exception) -> FunctionalCGError:

@@ -30,7 +30,7 @@ from ..program import Program
 from ..watch.frames import Follower
 from ..watch.host_reads import HostReads
 from ..watch.host_watch import HostWatch
-from .exceptions import mapped, raised_at
+from .exceptions import ended_checkpoints, mapped, raised_at
 from .host import HostGuard, HostState
 from .recipe import Recipe
 from .recorder import Recorder
@@ -75,7 +75,7 @@ def _run(
     follow = nullcontext() if reads is None else follower.following()
     guard = HostGuard(recorder.rules, recorder.value_of, recorder.history.writes_to)
     with meeting(recorder.met), watching(recorder.work), canonical(recorder.mesh, declared), without_log():
-        with mode, recorder, guard, follow, tracing(recorder):
+        with ended_checkpoints(), mode, recorder, guard, follow, tracing(recorder):
             result = recipe.apply(recipe.function, trees, inputs)
             old = recipe.states[0] if recipe.donates else None
             result = shown(result) if old is None else left(old.specs, old.treedef, result)
