@@ -14,7 +14,7 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.testing import assert_replay_equals_eager, assert_trees_all_equal
-from tests.shares import CALLS
+from tests.shares import CALLS, share
 
 
 @given(x=st.floats(-3, 3, width=32))
@@ -77,7 +77,7 @@ POINTS = (0.0, 2.0, -2.0, 0.5, -0.5)
 
 @pytest.mark.filterwarnings("ignore:.*depends on no leaf")
 @pytest.mark.parametrize("closes_over", [True, False])
-@pytest.mark.parametrize("kind", SIDES)
+@pytest.mark.parametrize("kind", share(SIDES, 3))
 def test_the_other_side_puts_no_nan_into_gradients(kind: str, *, closes_over: bool) -> None:
     """Of first and second order, in a step and under `torch.func`, they are those of an `if`."""
     yes, no = SIDES[kind]

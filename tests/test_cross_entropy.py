@@ -21,6 +21,7 @@ from functional_cg.stages.fx_passes.cross_entropy import join_gradients
 from functional_cg.stages.fx_passes.logits import read_targets_first
 from functional_cg.stages.lower.inductor import compile_graph, opened
 from tests.compiled_graphs import assert_same_results, graph_of
+from tests.shares import few, share
 
 IGNORED = -100
 ROWS, CLASSES, WIDTH = 256, 33_000, 8  # 32 MiB of log-probabilities: large enough
@@ -268,7 +269,7 @@ def count(module: Any, op: Any) -> int:
 
 @pytest.mark.parametrize(
     "loss",
-    [
+    share([
         mean_loss,
         lambda logits, y: F.cross_entropy(logits.float(), y, reduction="sum"),
         lambda logits, y: F.cross_entropy(logits.float(), torch.where(y == IGNORED, 7, y), ignore_index=7),
@@ -284,11 +285,11 @@ def count(module: Any, op: Any) -> int:
         lambda logits, y: mean_loss(logits.view(2, -1, CLASSES).div(3).tanh().mul(2).flatten(0, 1), y),
         lambda logits, y: F.cross_entropy((logits.view(2, -1, CLASSES).float() / 8).flatten(0, 1), y),
         lambda logits, y: mean_loss((torch.tanh(logits) * 3).tanh() * 0.5, y),
-    ],
-    ids=[
+    ], 3),
+    ids=share([
         "mean", "sum", "ignored", "views", "scaled", "scaled by the batch", "negative", "by row", "weighted rows",
         "later targets", "tanh", "cap", "cap of views", "scaled logits", "two caps",
-    ],
+    ], 3),
 )  # fmt: skip
 def test_losses_that_get_it(loss: Any) -> None:
     assert joined(step_of(loss)) == (1, 0)
@@ -321,6 +322,7 @@ PRODUCTS = {
 }
 
 
+@few
 @given(
     st.sampled_from(sorted(SPELLINGS)),
     st.sampled_from(sorted(CAPS)),
@@ -404,6 +406,7 @@ TERMS: dict[str, tuple[bool, Any]] = {
 }
 
 
+@few
 @given(
     st.lists(st.sampled_from(sorted(TERMS)), min_size=1, max_size=3),
     st.sampled_from(sorted(CAPS)),
@@ -427,7 +430,7 @@ def test_any_loss_of_rows_gets_them(terms: list[str], cap: str, dtype: torch.dty
 
 @pytest.mark.parametrize(
     "loss",
-    [
+    share([
         lambda logits, y: F.cross_entropy(logits.float(), y, weight=torch.ones(CLASSES)),
         lambda logits, y: F.cross_entropy(logits.float().sigmoid(), y),
         lambda logits, y: mean_loss(logits * (y.max() * 0 + 2), y),
@@ -440,11 +443,11 @@ def test_any_loss_of_rows_gets_them(terms: list[str], cap: str, dtype: torch.dty
         lambda logits, y: mean_loss(logits, y) - logits.float().softmax(1).square().mean(),
         lambda logits, y: F.nll_loss(logp := logits.float().log_softmax(-1), logp.argmax(1)),
         lambda logits, y: mean_loss(logits, logits.argmax(1)),
-    ],
-    ids=[
+    ], 2),
+    ids=share([
         "weights", "sigmoid", "scaled by a value", "cap that is read", "logits that are read", "shifted", "small",
         "two targets", "ignored twice", "squares of softmax", "own targets", "own, earlier",
-    ],
+    ], 2),
 )  # fmt: skip
 def test_losses_that_do_not(loss: Any) -> None:
     assert joined(step_of(loss)) == (0, 0)

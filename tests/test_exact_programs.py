@@ -16,7 +16,7 @@ from tests.compiled_graphs import compiled, compiled_once, lower_as_on_a_gpu
 from tests.exact_programs import EXACT, drawn, found, together
 from tests.gated import found_before, gated
 from tests.overwritten import overwritten
-from tests.shares import share
+from tests.shares import THOROUGH, share
 
 # Where it merges loops, torch 2.11's C++ backend forgets which read a write has to wait for. A host's own lowering
 # writes no slot in a kernel, so this strikes only where a host is told to lower as a GPU, and the trial refuses it.
@@ -50,7 +50,7 @@ def test_programs_with_gates_compiled(compiled_on: str) -> None:
 @compiled_once
 def test_no_random_program_is_refused_for_its_rounding(compiled_on: str) -> None:
     """Programs that draw, divide, take gradients and roots: each compiles to what is certified."""
-    programs = drawn(6, 0, fst.step_fns())
+    programs = drawn(12 if THOROUGH else 2, 0, fst.step_fns())
     states = fcg.tree.map(lambda leaf: leaf.to(compiled_on), tuple(program.state for program in programs))
     step = fcg.graph_step(together(programs), lowering="inductor")
     step(states, tuple(program.x.to(compiled_on) for program in programs))

@@ -13,6 +13,7 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg.state.flat import ravel, unravel
 from functional_cg.testing.simulator import Simulator
+from tests.shares import share
 
 pytestmark = pytest.mark.usefixtures("scalar_loops")
 
@@ -229,7 +230,7 @@ def run(case: str, lowering: Any, device: str) -> fcg.GraphStep[Any, Any]:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("lowering", ["aten", "inductor"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", share(CASES, 3))
 def test_vectors_and_slots_are_one_memory(case: str, lowering: Any, device: str) -> None:
     step = run(case, lowering, device)
     assert (step.stats.captures, step.stats.replays) == (1, 16)

@@ -176,7 +176,7 @@ class MatricesAlone(optim.GradientTransformation):
         return self.inner.update(updates, state, params)
 
 
-@pytest.mark.parametrize("case", share(CASES, 2), ids=str)
+@pytest.mark.parametrize("case", share(CASES, 4), ids=str)
 def test_captured_adapted_equals_eager(case: Case) -> None:
     tx = adapted(case)
     assert_captured(MatricesAlone(tx) if case.shapes is MATRICES else tx)

@@ -29,6 +29,7 @@ from functional_cg.stages.lower.compiled import prepare
 from functional_cg.stages.passes.min_cut import _Network
 from functional_cg.stages.program import Program
 from tests.operations import COMMON
+from tests.shares import share
 
 ROWS, WIDTH = 16, 16
 LARGE = ROWS * WIDTH // 2  # elements of a value that counts
@@ -218,7 +219,7 @@ CONVOLUTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("name", share(CONVOLUTIONS, 3))
 def test_no_more_is_kept_for_large_convolutions(name: str) -> None:
     """Of values that no cache holds, those for the gradient of a convolution are kept, as torch keeps them."""
 

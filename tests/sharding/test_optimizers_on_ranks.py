@@ -16,7 +16,7 @@ from functional_cg.shards.tensor import Sharded
 from tests.sharding.law import assert_same_step, batches, on_gloo_and_nccl, rank_of
 from tests.sharding.programs import PROGRAMS, Setting, mlp_state
 from tests.sharding.ranks import on_ranks
-from tests.shares import diagonal
+from tests.shares import diagonal, share
 
 RANKS = 2
 CALLS = 16  # so that each leaf goes further than sums in another order differ
@@ -128,7 +128,7 @@ def gaps(name: str, stage: int, end: Any) -> list[str]:
 
 @on_gloo_and_nccl
 def test_sharded_optimizers_are_those_of_whole_leaves(device: str) -> None:
-    names = [name for name in OPTIMIZERS if name != PLANTED]
+    names = share([name for name in OPTIMIZERS if name != PLANTED], 3, device)
     ends, *others = on_ranks(RANKS, trained, diagonal(names, [3, 1], device), device, device=device)
     assert all(not part for other in others for part in other.values())
     assert [row for (name, stage), end in ends.items() for row in gaps(name, stage, end)] == []
