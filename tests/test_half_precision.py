@@ -13,6 +13,7 @@ from torch import Tensor, fx
 import functional_cg as fcg
 from functional_cg.stages.fx_passes.rounding import ROUNDED, keep_roundings
 from tests.compiled_graphs import compiled
+from tests.shares import THOROUGH
 from tests.test_core_graph import cored
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -126,7 +127,7 @@ def half_program(seed: int, half: torch.dtype, calls: int = 40) -> Step:
     return step
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(20 if THOROUGH else 2))
 @compiled
 def test_random_calls_in_half_precision_have_the_bits_of_eager(compiled_on: str, seed: int) -> None:
     half = (BF16, F16)[seed % 2]

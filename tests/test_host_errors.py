@@ -13,6 +13,7 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
+from tests.shares import share
 
 MANY = 200_000  # a loop over as many runs on several threads, where an exception ends the process
 
@@ -222,7 +223,9 @@ def test_an_index_is_refused_where_the_function_refuses_it() -> None:
     assert 100 < refused < len(LOOKUPS) * 14
 
 
-@pytest.mark.parametrize("looked_up", [rows, embedding, loss_of], ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "looked_up", share([embedding, rows, loss_of], 3), ids=lambda function: function.__name__
+)
 def test_an_index_out_of_range_among_many(looked_up: Callable[..., Tensor]) -> None:
     good = torch.arange(MANY) % 100
     assert_atomic(looked_up, good, good.clone().index_fill(0, torch.tensor([MANY // 2]), 1000), IndexError)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
 from tests.compiled_graphs import ON_A_GPU
-from tests.shares import diagonal
+from tests.shares import diagonal, share
 
 pytestmark = pytest.mark.usefixtures("scalar_loops")
 
@@ -59,9 +59,13 @@ READS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+COMPILED = share(READS, 8)
+
+
 @pytest.mark.parametrize("device", ["cpu", ON_A_GPU])
-@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize(
+    ("read", "lowering"), [*((read, "aten") for read in READS), *((read, "inductor") for read in COMPILED)]
+)
 def test_known_values_are_read(read: str, device: str, lowering: Any) -> None:
     table, edges = TABLE.to(device), EDGES.to(device)
 

@@ -95,7 +95,7 @@ def updated_apart(step: Any, state: Any, x: Any) -> list[int]:
 
 
 @on_a_gpu
-@pytest.mark.parametrize("name", share(OPTIMIZERS, 3))
+@pytest.mark.parametrize("name", share(OPTIMIZERS, 6))
 def test_an_optimizer_updates_as_eagerly(apart: str, name: str) -> None:
     state, given = state_of(OPTIMIZERS[name], apart), batches(apart)
     step = fcg.graph_step(train_step, lowering="inductor")
@@ -148,7 +148,9 @@ def scaled(state: Any, x: Any) -> Any:
 
 
 @on_a_gpu
-@pytest.mark.parametrize("fn", [train_step, returned, scaled, averaged, of_each_other, in_turn, one_of_them])
+@pytest.mark.parametrize(
+    "fn", share([of_each_other, train_step, returned, scaled, averaged, in_turn, one_of_them], 3)
+)
 def test_exact_steps_are_exact(apart: str, fn: Callable[..., Any]) -> None:
     """Fractions of whole numbers that float32 has room for: whatever order is chosen, bit by bit."""
     state, calls = state_of(optim.sgd(0.25, momentum=0.5), apart), 4 if fn is in_turn else 8

@@ -23,6 +23,7 @@ from functional_cg import report
 from functional_cg.state.outline import TEXT_LINES, columns, outline, segments
 from functional_cg.testing import assert_trees_all_equal
 from functional_cg.testing.strategies import pytrees
+from tests.shares import share
 
 from .small_step import a_state, data, train
 
@@ -298,7 +299,7 @@ def test_keys_are_escaped() -> None:
         assert "<b>" in page.text
 
 
-@pytest.mark.parametrize("make", [wide, nested, gpt])
+@pytest.mark.parametrize("make", share([wide, nested, gpt], 2))
 def test_html_is_bounded(make: Callable[[], Any]) -> None:
     state = make()
     step = fcg.graph_step(lambda state: (state, {}))

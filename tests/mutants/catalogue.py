@@ -134,10 +134,10 @@ MUTANTS = (
         "a compiled step is judged by itself: the program beside it is the plan once more",
         (
             (
-                "        make, usual = partial(self._made, space), Finite()\n",
+                "        usual = Finite()\n",
                 (
-                    "        make, usual = partial(self._made, space), Finite()\n"
-                    "        self._reference.run = lambda buffers, see, *_: "
+                    "        usual = Finite()\n"
+                    "        self._reference.run = lambda buffers, see, *_, **__: "
                     "([see(n, one) for n, one in enumerate(self._made(space))], space.reset())\n"
                 ),
             ),
