@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from functional_cg.stages.plan import Buffers, ExecutionPlan, Run
 from functional_cg.stages.program import Program
 from functional_cg.stages.schedule import schedule
 from tests.branched import in_any_order
-from tests.shares import THOROUGH, diagonal
+from tests.shares import THOROUGH, diagonal, share
 
 # Warnings are printed and not raised on a GPU: what libraries warn of depends on the machine.
 ON_A_GPU = pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.filterwarnings("default")])
@@ -64,11 +64,20 @@ compiled = pytest.mark.parametrize("compiled_on", COMPILED, indirect=True)
 compiled_once = pytest.mark.parametrize("compiled_on", COMPILED if THOROUGH else COMPILED[1:], indirect=True)
 
 
-def compiled_in_turn(names: str, cases: Sequence[tuple[Any, ...]]) -> pytest.MarkDecorator:
-    """Each case on a GPU; on a host compiled as on one and not, in turn, or both in the profile ``thorough``."""
-    hosts = [pytest.param(place, *case) for case, place in diagonal(cases, ["cpu as a GPU", "cpu"])]
+def compiled_in_turn(names: str, cases: Sequence[tuple[Any, ...]], one_in: int = 1) -> pytest.MarkDecorator:
+    """Each case on a GPU; on a host a share of them, compiled as on one and not, in turn, or both where thorough."""
+    some = share(cases, one_in)
+    hosts = [pytest.param(place, *case) for case, place in diagonal(some, ["cpu as a GPU", "cpu"])]
     gpu = [pytest.param(*ON_A_GPU.values, *case, marks=ON_A_GPU.marks) for case in cases]
     return pytest.mark.parametrize(f"compiled_on, {names}", [*hosts, *gpu], indirect=["compiled_on"])
+
+
+def as_on_a_gpu(name: str, cases: Iterable[Any], one_in: int) -> pytest.MarkDecorator:
+    """Each case on a GPU, a share of them on a host, compiled as on one."""
+    cases = list(cases)
+    hosts = [("cpu as a GPU", case) for case in share(cases, one_in)]
+    gpu = [pytest.param(*ON_A_GPU.values, case, marks=ON_A_GPU.marks) for case in cases]
+    return pytest.mark.parametrize(("compiled_on", name), [*hosts, *gpu], indirect=["compiled_on"])
 
 
 def graph_of(

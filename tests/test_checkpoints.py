@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import functional_cg as fcg
 from functional_cg.checkpoint import disk, series
 from functional_cg.checkpoint.positions import decode, encode
-from tests.shares import THOROUGH
+from tests.shares import THOROUGH, share
 from tests.stress import mutations
 from tests.test_prefetch import Shuffled
 
@@ -257,7 +257,7 @@ sys.stdin.readline()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no such locks")
-@pytest.mark.parametrize("end", ["killed", "closed"])
+@pytest.mark.parametrize("end", share(["killed", "closed"], 2))
 def test_a_second_process_is_refused_while_the_first_one_lives(tmp_path: Path, end: str) -> None:
     """It may read; and it may save once the first one has closed, or died, even if a child of that lives on."""
     command = [sys.executable, "-c", SAVER, str(tmp_path)]

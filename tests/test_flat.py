@@ -228,9 +228,14 @@ def run(case: str, lowering: Any, device: str) -> fcg.GraphStep[Any, Any]:
     return step
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("lowering", ["aten", "inductor"])
-@pytest.mark.parametrize("case", share(CASES, 3))
+@pytest.mark.parametrize(
+    ("case", "device"),
+    [
+        *((case, "cpu") for case in share(CASES, 3)),
+        *(pytest.param(case, "cuda", marks=pytest.mark.cuda) for case in CASES),
+    ],
+)
 def test_vectors_and_slots_are_one_memory(case: str, lowering: Any, device: str) -> None:
     step = run(case, lowering, device)
     assert (step.stats.captures, step.stats.replays) == (1, 16)

@@ -153,7 +153,7 @@ def assert_atomic(looked_up: Callable[..., Tensor], good: Tensor, bad: Tensor, e
     torch.testing.assert_close(fcg.snapshot(state), fcg.snapshot(twin), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("looked_up", INDEXED, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("looked_up", share(INDEXED, 4), ids=lambda function: function.__name__)
 def test_an_index_out_of_range(looked_up: Callable[..., Tensor]) -> None:
     good = torch.arange(16)
     assert_atomic(looked_up, good, good.clone().index_fill(0, torch.tensor([3]), 1000), IndexError)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -59,12 +60,16 @@ READS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
 }
 
 
-COMPILED = share(READS, 8)
-
-
-@pytest.mark.parametrize("device", ["cpu", ON_A_GPU])
 @pytest.mark.parametrize(
-    ("read", "lowering"), [*((read, "aten") for read in READS), *((read, "inductor") for read in COMPILED)]
+    ("read", "lowering", "device"),
+    [
+        *((read, "aten", "cpu") for read in READS),
+        *((read, "inductor", "cpu") for read in share(READS, 8)),
+        *(
+            pytest.param(*pair, *ON_A_GPU.values, marks=ON_A_GPU.marks)
+            for pair in product(READS, ["aten", "inductor"])
+        ),
+    ],
 )
 def test_known_values_are_read(read: str, device: str, lowering: Any) -> None:
     table, edges = TABLE.to(device), EDGES.to(device)

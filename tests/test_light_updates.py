@@ -14,8 +14,7 @@ import functional_cg as fcg
 from functional_cg import optim
 from functional_cg.stages.lower.in_place import InPlacePlan
 from functional_cg.testing import assert_replay_equals_eager
-from tests.compiled_graphs import COMPILED, lower_as_on_a_gpu
-from tests.shares import share
+from tests.compiled_graphs import COMPILED, as_on_a_gpu, lower_as_on_a_gpu
 
 SHAPES = {
     "a": (3,),
@@ -94,8 +93,7 @@ def updated_apart(step: Any, state: Any, x: Any) -> list[int]:
     return found
 
 
-@on_a_gpu
-@pytest.mark.parametrize("name", share(OPTIMIZERS, 6))
+@as_on_a_gpu("name", OPTIMIZERS, 6)
 def test_an_optimizer_updates_as_eagerly(apart: str, name: str) -> None:
     state, given = state_of(OPTIMIZERS[name], apart), batches(apart)
     step = fcg.graph_step(train_step, lowering="inductor")
@@ -147,10 +145,7 @@ def scaled(state: Any, x: Any) -> Any:
     return state.apply_gradients(half), {"half": half["h"], "twice": half["d"] * 2}
 
 
-@on_a_gpu
-@pytest.mark.parametrize(
-    "fn", share([of_each_other, train_step, returned, scaled, averaged, in_turn, one_of_them], 3)
-)
+@as_on_a_gpu("fn", [of_each_other, train_step, returned, scaled, averaged, in_turn, one_of_them], 3)
 def test_exact_steps_are_exact(apart: str, fn: Callable[..., Any]) -> None:
     """Fractions of whole numbers that float32 has room for: whatever order is chosen, bit by bit."""
     state, calls = state_of(optim.sgd(0.25, momentum=0.5), apart), 4 if fn is in_turn else 8

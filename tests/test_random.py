@@ -250,7 +250,7 @@ def test_no_product_of_the_decomposition_overflows(monkeypatch: pytest.MonkeyPat
 def test_inductor_keeps_the_bits(decompose: bool) -> None:
     # A decomposed draw takes seconds to compile: one for each way to use the words.
     few = ("bits", "fold_in", "uniform scaled", "randint", "dropout")
-    exact = share(few, 2) if decompose else DRAWS.keys() - ROUNDED
+    exact = share(few, len(few)) if decompose else DRAWS.keys() - ROUNDED
 
     def program(key: Tensor) -> tuple[Tensor, ...]:
         return tuple(DRAWS[name](key) for name in sorted(exact))

@@ -224,7 +224,7 @@ def test_recurrent_modules_are_prepared_so(cell: type[nn.Module]) -> None:
     assert products(program) < before - 20
 
 
-@compiled_in_turn("exact", [(True,), (False,)])
+@compiled_in_turn("exact", [(True,), (False,)], 2)
 def test_a_compiled_step_computes_what_its_eager_run_does(compiled_on: str, exact: bool) -> None:
     # The gradient of a clamp jumps, so that a last bit may decide on it.
     fn, state, xs = recurrent(10, 2, 8, whole_and_small if exact else torch.tanh)

@@ -95,7 +95,7 @@ def chains(draw: Any) -> Program:
 
 @compiled_once
 def test_turned_values(compiled_on: str) -> None:
-    programs = share(drawn(24, 0, chains()), 3, compiled_on)
+    programs = share(drawn(24, 0, chains()), 8, compiled_on)
 
     def train_step(state: Any, inputs: Any) -> Any:
         pairs = [program(w, x) for program, w, x in zip(programs, state, inputs, strict=True)]

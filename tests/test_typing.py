@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.shares import thorough
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 SURFACE = REPOSITORY / "tests" / "typing_surface.py"
 
@@ -34,6 +36,7 @@ def use(x: Tensor) -> None:
 """
 
 
+@thorough  # the gate runs mypy, over this surface, too
 @pytest.mark.slow
 def test_mypy_sees_the_types_that_users_rely_on(tmp_path: Path) -> None:
     planted = tmp_path / "planted.py"

@@ -762,7 +762,7 @@ def test_random_programs_contain_all_kinds() -> None:
     seen: Counter[str] = Counter()
     missing = set(KINDS)
 
-    @settings(max_examples=150, phases=[Phase.generate], database=None, derandomize=True)
+    @settings(max_examples=75, phases=[Phase.generate], database=None, derandomize=True)
     @given(fst.step_fns())
     def count(program: fst.StepProgram) -> None:
         seen.update(["programs", *program.kinds])

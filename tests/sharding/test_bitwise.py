@@ -87,7 +87,7 @@ def test_all_programs_at_all_stages(device: str) -> None:
 
 @on_gloo_and_nccl
 def test_all_settings(device: str) -> None:
-    assert_agree(2, share(SETTINGS, 3, device), device)
+    assert_agree(2, share(SETTINGS, 6, device), device)
 
 
 COMPILED = [Run("mlp", Setting(TWO, 3, SMALL), {"lowering": "inductor"})]

@@ -75,7 +75,7 @@ def test_all_programs_at_all_stages_on_lanes(device: str) -> None:
 
 @on_gloo_and_nccl
 def test_settings_on_lanes(device: str) -> None:
-    assert_same_bits(2, share(SETTINGS, 2, device), device)
+    assert_same_bits(2, share(SETTINGS, 6, device), device)
 
 
 @backends(4)
