@@ -437,16 +437,16 @@ def test_any_loss_of_rows_gets_them(terms: list[str], cap: str, dtype: torch.dty
         lambda logits, y: mean_loss(capped := logits.tanh(), y) + capped.max(),
         lambda logits, y: mean_loss(logits.tanh(), y) + logits.max(),
         lambda logits, y: mean_loss(logits + 1.0, y),
-        lambda logits, y: mean_loss(logits[:16], y[:16]),
         lambda logits, y: mean_loss(logits, y) + mean_loss(logits, (y + 1).clamp(0, CLASSES - 1)),
+        lambda logits, y: mean_loss(logits[:16], y[:16]),
         lambda logits, y: mean_loss(logits, y.abs()) + F.cross_entropy(logits.float(), y.abs(), ignore_index=3),
         lambda logits, y: mean_loss(logits, y) - logits.float().softmax(1).square().mean(),
         lambda logits, y: F.nll_loss(logp := logits.float().log_softmax(-1), logp.argmax(1)),
         lambda logits, y: mean_loss(logits, logits.argmax(1)),
     ], 2),
     ids=share([
-        "weights", "sigmoid", "scaled by a value", "cap that is read", "logits that are read", "shifted", "small",
-        "two targets", "ignored twice", "squares of softmax", "own targets", "own, earlier",
+        "weights", "sigmoid", "scaled by a value", "cap that is read", "logits that are read", "shifted",
+        "two targets", "small", "ignored twice", "squares of softmax", "own targets", "own, earlier",
     ], 2),
 )  # fmt: skip
 def test_losses_that_do_not(loss: Any) -> None:

@@ -145,7 +145,7 @@ def scaled(state: Any, x: Any) -> Any:
     return state.apply_gradients(half), {"half": half["h"], "twice": half["d"] * 2}
 
 
-@as_on_a_gpu("fn", [of_each_other, train_step, returned, scaled, averaged, in_turn, one_of_them], 3)
+@as_on_a_gpu("fn", [train_step, returned, scaled, of_each_other, averaged, in_turn, one_of_them], 3)
 def test_exact_steps_are_exact(apart: str, fn: Callable[..., Any]) -> None:
     """Fractions of whole numbers that float32 has room for: whatever order is chosen, bit by bit."""
     state, calls = state_of(optim.sgd(0.25, momentum=0.5), apart), 4 if fn is in_turn else 8

@@ -197,7 +197,7 @@ BRANCHES = (
         "N128 wait",
         "the wait for a collective is taken for a call that makes new memory",
         (("            shared[instr.out.storage] = instr.args[0].storage\n", "            pass\n"),),
-        (f"{RANKS}test_collectives_run_beside_calls_and_explain_shows_it[1-gloo]",),
+        (f"{RANKS}test_collectives_run_beside_calls_and_explain_shows_it[3-gloo]",),
         no_gpu=SEVERAL,
     ),
     Mutant(
@@ -211,7 +211,7 @@ BRANCHES = (
         ),
         (
             f"{LAWS}test_a_commit_waits_for_all_that_read_the_old_value",
-            f"{RANKS}test_collectives_run_beside_calls_and_explain_shows_it[1-gloo]",
+            f"{RANKS}test_collectives_run_beside_calls_and_explain_shows_it[3-gloo]",
         ),
         no_gpu=ON_A_GPU,
     ),

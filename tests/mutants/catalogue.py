@@ -134,12 +134,8 @@ MUTANTS = (
         "a compiled step is judged by itself: the program beside it is the plan once more",
         (
             (
-                "        usual = Finite()\n",
-                (
-                    "        usual = Finite()\n"
-                    "        self._reference.run = lambda buffers, see, *_, **__: "
-                    "([see(n, one) for n, one in enumerate(self._made(space))], space.reset())\n"
-                ),
+                "        off, sizes = self._apart(outputs)\n",
+                "        off, sizes = self._apart(self._expected)\n",
             ),
         ),
         (

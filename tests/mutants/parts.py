@@ -43,7 +43,7 @@ PARTS = (
                 "dict(zip(self._handed_on[::-1], values, strict=False))",
             ),
         ),
-        ("tests/test_light_updates.py::test_exact_steps_are_exact[train_step-cpu as a GPU]",),
-        gpu=("tests/test_light_updates.py::test_exact_steps_are_exact[train_step-cuda]",),
+        ("tests/test_light_updates.py::test_exact_steps_are_exact[cpu as a GPU-train_step]",),
+        gpu=("tests/test_light_updates.py::test_exact_steps_are_exact[cuda-train_step]",),
     ),
 )
