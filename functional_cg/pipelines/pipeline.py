@@ -182,6 +182,7 @@ class Pipeline(metaclass=Documented):
         Raises:
           LayoutError: If the batch cannot be cut into micro-batches, or the loss hands a value past a cut, writes into
             what it got through one, or reads a leaf that its rank does not hold.
+          CaptureError: If micro-batches draw from one key.
           HostSyncError: If the loss asks for a value on the host.
           ValueError: If the loss has another number of stages than the schedule.
 
@@ -258,7 +259,8 @@ class Pipeline(metaclass=Documented):
             check_key(key)
         parts = [(tuple(leaf.shape[1:]), leaf.stride()[1:], leaf.dtype) for leaf in slices]
         device, keyed = self.mesh.device, key is not None
-        return rehearse(name, call, params, parts, device, keyed=keyed, **how)
+        several = self.microbatches > 1
+        return rehearse(name, call, params, parts, device, keyed=keyed, several=several, **how)
 
     def _worked(
         self,

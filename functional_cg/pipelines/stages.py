@@ -16,11 +16,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from .. import tree as pytree
 from ..ambient.rehearsal import rehearsing, traced
 from ..errors import HostSyncError, LayoutError
+from ..random.arguments import used_keys
 from ..tensors.aten import argument
 from ..tensors.fake_mode import FakeMode, without_log
 from ..tensors.overlap import storage_key
 from ..transforms.autodiff import refuse_vector, split_result
-from ..transforms.microbatches import refuse_objects, refuse_whole_numbers
+from ..transforms.microbatches import refuse_objects, refuse_whole_numbers, shared_key
 from .tape import Call, Part, Tape
 
 __all__ = ["Layout", "Rehearsal", "Stage", "rehearse"]
@@ -90,6 +91,7 @@ def rehearse(
     device: torch.device,
     *,
     keyed: bool,
+    several: bool,
     has_aux: bool,
     forward_only: bool = False,
 ) -> Rehearsal:
@@ -102,6 +104,7 @@ def rehearse(
       batch: Layouts of the leaves of a micro-batch.
       device: Where all of them are.
       keyed: Whether it gets a key.
+      several: Whether there are several micro-batches, which must not draw from one key.
       has_aux: Whether it returns an auxiliary tree beside the value.
       forward_only: Whether it runs without its gradients, and may return any tree of tensors.
     """
@@ -126,7 +129,10 @@ def rehearse(
         with torch.set_grad_enabled(not forward_only):
             for leaf in () if forward_only else leaves:
                 leaf.requires_grad_()
-            out = _called(name, partial(call, leaves, part, key))
+            with used_keys() as used:
+                out = _called(name, partial(call, leaves, part, key))
+            if several:
+                _refuse_shared(name, tape, used)
             value, aux = (None, out) if forward_only else split_result(name, out) if has_aux else (out, None)
             refuse_objects(name, aux)
             if not forward_only:  # of an evaluation, what is counted is summed
@@ -139,6 +145,14 @@ def rehearse(
     found = Rehearsal(tape, stages, leaves, part, key, *pytree.flatten(out))
     _Parts(name, found).assign()
     return found
+
+
+def _refuse_shared(name: str, tape: Tape, used: Sequence[tuple[Tensor, Any]]) -> None:
+    """Raise if the loss draws from a key that is the same for all micro-batches, with nothing of theirs folded in."""
+    letters = tape.letters()
+    for one in used:
+        if not any("d" in letters.get(storage_key(own), ()) for own in one if isinstance(own, Tensor)):
+            raise shared_key(name)
 
 
 def _called(name: str, call: Callable[[], Any]) -> Any:

@@ -149,14 +149,19 @@ def _refuse_shared(
             if _place(key) == _place(other) and (
                 folded is number or (type(folded) is int and folded == number)
             ):
-                raise CaptureError.of(
-                    name,
-                    "draws from one key in several micro-batches.",
-                    why="The key is not one of the slice's own: all slices would draw the same numbers, such as the "
-                    "same dropout masks.",
-                    fix="take it as a keyword argument, `def loss_fn(params, batch, *, key):`, and pass it, "
-                    "`grads_of(params, batch, key=key)`: each slice gets another. What all slices share, draw before.",
-                )
+                raise shared_key(name)
+
+
+def shared_key(name: str) -> CaptureError:
+    """Return the error for a loss whose micro-batches draw from one key."""
+    return CaptureError.of(
+        name,
+        "draws from one key in several micro-batches.",
+        why="The key is not one of the slice's own: all slices would draw the same numbers, such as the same dropout "
+        "masks.",
+        fix="take it as a keyword argument, `def loss_fn(params, batch, *, key):`, and pass it, "
+        "`grads_of(params, batch, key=key)`: each slice gets another. What all slices share, draw before.",
+    )
 
 
 def _place(key: Tensor) -> tuple[int, int]:

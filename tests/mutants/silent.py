@@ -465,6 +465,13 @@ SILENT = (
         no_gpu="told from the trace",
     ),
     Mutant(
+        "N226",
+        "all micro-batches of a pipeline draw from a key that the loss closes over",
+        (("            if several:\n                _refuse_shared(name, tape, used)\n", ""),),
+        ("tests/pipelines/test_mistakes.py::test_a_key_that_the_loss_closes_over_is_refused[as it is]",),
+        no_gpu="told from the trace",
+    ),
+    Mutant(
         "N221",
         "a checkpoint is copied into the memory of one that is being written",
         (("        stage, self._stage = self._stage, Stage()\n", "        stage = self._stage\n"),),

@@ -331,3 +331,45 @@ def test_what_stages_add_up_is_followed_to_the_ranks_that_bring_nothing() -> Non
     for outcome in outcomes(4, keeps_its_own_loss, False):
         assert "state.last  differs over data" in outcome.error
     assert len(set(on_ranks(4, keeps_its_own_loss, True))) == 1
+
+
+CLOSED_OVER = fcg.random.key(7)
+DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "as it is": lambda x: CLOSED_OVER,
+    "with a number": lambda x: fcg.random.fold_in(CLOSED_OVER, 3),
+    "with a number that is made anew": lambda x: fcg.random.fold_in(CLOSED_OVER, torch.tensor(3)),
+    "a row of several": lambda x: fcg.random.split(CLOSED_OVER)[1],
+}
+
+
+def drops(key_of: Callable[[Tensor], Tensor], x: Tensor, params: Any) -> Tensor:
+    h = PIPE.cut(torch.tanh(x @ params["w"]))
+    return (fcg.random.dropout(key_of(x), h, 0.5) @ params["v"]).mean()
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_a_key_that_the_loss_closes_over_is_refused(kind: str) -> None:
+    def closed(params: Any, x: Tensor) -> Tensor:
+        return drops(DRAWN[kind], x, params)
+
+    with pytest.raises(fcg.CaptureError, match=r"draws from one key in several micro-batches(.|\n)*key=key"):
+        PIPE.value_and_grad(closed)(PARAMS, X)
+    pipe_of(microbatches=1).value_and_grad(closed)(PARAMS, X)
+
+
+def test_keys_of_a_micro_batch_are_its_own() -> None:
+    """The fix of the refusal; and a key into which a number of the micro-batch is folded."""
+
+    def passed(params: Any, x: Tensor, *, key: Tensor) -> Tensor:
+        return drops(lambda _: fcg.random.fold_in(key, 1), x, params)
+
+    def by_example(params: Any, x: Tensor) -> Tensor:
+        return drops(lambda x: fcg.random.fold_in(CLOSED_OVER, x[0, 0].long()), x, params)
+
+    losses = [
+        PIPE.value_and_grad(passed)(PARAMS, X, key=CLOSED_OVER),
+        PIPE.value_and_grad(by_example)(PARAMS, X),
+    ]
+    plain = fcg.microbatches(2)(fcg.value_and_grad(passed))(PARAMS, X, key=CLOSED_OVER)
+    assert_trees_all_equal(losses[0], plain)
+    assert_trees_all_equal(losses[1], fcg.microbatches(2)(fcg.value_and_grad(by_example))(PARAMS, X))
