@@ -22,7 +22,7 @@ from ...errors import MiscompileError
 from ...messages.source import Location
 from ...state.arena import BufferSpec
 from ..plan import Buffers
-from .distances import Distance, Distances, floor
+from .distances import Distances, rounded
 from .reference import Reference, Watch
 from .ulps import Shaker
 
@@ -44,30 +44,30 @@ class Difference:
 
     Attributes:
       name: Key path of the leaf or metric.
-      apart: How far it is from the program's; NaN for a result of another kind.
+      apart: How far it is from the program's, as a norm and by element; NaN for a result of another kind.
       limit: How much of it rounding may explain.
       spec: Its shape and dtype.
       site: The user's line that computes it.
     """
 
     name: str
-    apart: Distance
-    limit: Distance
+    apart: Sequence[float]
+    limit: Sequence[float]
     spec: BufferSpec
     site: Location | None
 
     def __str__(self) -> str:
-        where = f", computed at {self.site}" if self.site is not None else ""
-        if math.isnan(self.apart.norm):
-            return f"{self.name}  is of another dtype or shape{where}"
-        if not (self.spec.dtype.is_floating_point or self.spec.dtype.is_complex):
-            differ, explained = (round(one.norm**2) for one in (self.apart, self.limit))
-            of = f"{differ:,} of {self.spec.numel:,}"
-            return f"{self.name}  differs in {of} elements, of which rounding explains {explained:,}{where}"
-        greatest, explained = self.apart.greatest, self.limit.greatest
-        if greatest == math.inf:
-            return f"{self.name}  is infinite or NaN in only one of the two{where}"
-        return f"{self.name}  differs by {greatest:.3g}, of which rounding explains {explained:.3g}{where}"
+        (norm, greatest), (explained, by_element) = self.apart, self.limit
+        if math.isnan(norm):
+            what = "is of another dtype or shape"
+        elif not (self.spec.dtype.is_floating_point or self.spec.dtype.is_complex):
+            of, explained = f"{round(norm**2):,} of {self.spec.numel:,}", round(explained**2)
+            what = f"differs in {of} elements, of which rounding explains {explained:,}"
+        elif greatest == math.inf:
+            what = "is infinite or NaN in only one of the two"
+        else:
+            what = f"differs by {greatest:.3g}, of which rounding explains {by_element:.3g}"
+        return f"{self.name}  {what}{f', computed at {self.site}' if self.site is not None else ''}"
 
 
 def load_kernels(device: torch.device) -> None:
@@ -113,9 +113,10 @@ class Judge:
 
     def __init__(self, reference: Reference, together: Callable[[bool], bool]) -> None:
         self._reference, self._together = reference, together
-        self._count = len(reference.outputs)
-        self._expected: list[Any] = [None] * self._count
-        self._known: list[Distance] = []  # what rounding has explained of each output, as a part of its size
+        self._specs = [out.var.spec for out in reference.outputs]
+        self._expected: list[Any] = [None] * len(self._specs)
+        self._part, self._least = rounded(self._specs)
+        self._known = torch.zeros(())  # what rounding has explained of each output, as a part of its size
         self.share = 0.0
 
     def expect(self, buffers: Buffers, *, on_host: bool = True, watch: Watch | None = None) -> None:
@@ -153,41 +154,40 @@ class Judge:
           times: How many times as much as rounding explains is accepted.
         """
         off, sizes = self._apart(outputs)
-        specs = [out.var.spec for out in self._reference.outputs]
-        limits = list(map(floor, sizes, specs))
-        if self._known:
-            before = map(Distance.by, self._known, sizes)
-            limits = [limit.or_more(one) for limit, one in zip(limits, before, strict=True)]
+        limits = torch.maximum(torch.maximum(sizes * self._part, self._least), sizes * self._known)
         dice = random.Random(0)
         for number in range(len(_RUNS) + 1):
-            if not self._together(not all(map(Distance.within, off, (one.times(times) for one in limits)))):
-                self.share = max([self.share, *map(Distance.share, off, limits)])
+            wrong = ~(off <= limits * times).all(1)
+            if not self._together(bool(wrong.any())):
+                shares = torch.where(limits > 0, off / limits, off)[limits.isfinite()]
+                self.share = max(self.share, float(shares.max())) if shares.numel() else self.share
                 return []
             if number < len(_RUNS):
                 most, decisions, factor = _RUNS[number]
                 again()
                 apart = self._shaken(buffers, Shaker(most, decisions, leans=number % 2 == 0, dice=dice))
-                limits = [one.or_more(more.times(factor)) for one, more in zip(limits, apart, strict=True)]
-                self._known = [one.over(size) for one, size in zip(limits, sizes, strict=True)]
+                limits = torch.maximum(limits, apart * factor)
+                self._known = torch.where(sizes > 0, limits / sizes, limits)
+        outs, rows = self._reference.outputs, zip(off.tolist(), limits.tolist(), strict=True)
         return [
             Difference(out.name, apart, limit, out.var.spec, self._reference.site_of(out.var))
-            for out, apart, limit in zip(self._reference.outputs, off, limits, strict=True)
-            if not apart.within(limit.times(times))
+            for out, (apart, limit), is_wrong in zip(outs, rows, wrong.tolist(), strict=True)
+            if is_wrong
         ]
 
-    def _shaken(self, buffers: Buffers, shaker: Shaker) -> list[Distance]:
+    def _shaken(self, buffers: Buffers, shaker: Shaker) -> Tensor:
         measured = Distances()
         self._reference.run(buffers, lambda n, value: measured.add(n, value, self._expected[n]), shaker)
-        return [apart for apart, _ in measured.known(self._count)]
+        return measured.known(len(self._specs))[0]
 
-    def _apart(self, outputs: Sequence[Tensor]) -> tuple[list[Distance], list[Distance]]:
+    def _apart(self, outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return how far outputs are from what is expected, NaN for those of another kind, and the size of that."""
-        measured, others = Distances(), set[int]()
+        measured, others = Distances(), list[int]()
         for number, (one, want) in enumerate(zip(outputs, self._expected, strict=True)):
             if one.dtype is want.dtype and one.shape == want.shape:
                 measured.add(number, one, want)
             else:
-                others.add(number)
-        known, unlike = measured.known(self._count), Distance(math.nan, math.nan)
-        off = [unlike if number in others else apart for number, (apart, _) in enumerate(known)]
-        return off, [size for _, size in known]
+                others.append(number)
+        off, sizes = measured.known(len(self._specs))
+        off[others] = math.nan
+        return off, sizes
