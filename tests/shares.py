@@ -5,12 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from itertools import cycle, product
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import hypothesis
 import pytest
 
-__all__ = ["CALLS", "CALLS_ON_RANKS", "THOROUGH", "diagonal", "few", "share", "thorough"]
+__all__ = [
+    "CALLS",
+    "CALLS_ON_RANKS",
+    "THOROUGH",
+    "diagonal",
+    "few",
+    "on_a_host_or_a_gpu",
+    "share",
+    "thorough",
+]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -33,6 +42,19 @@ thorough = pytest.mark.skipif(not THOROUGH, reason="of the profile `thorough`")
 def share(cases: Iterable[T], one_in: int, device: str = "cpu") -> list[T]:
     """The first of each so many cases, always the same ones; all where that is cheap or asked for."""
     return list(cases)[:: 1 if THOROUGH or device == "cuda" else one_in]
+
+
+def on_a_host_or_a_gpu(names: str, cases: Iterable[Any], one_in: int) -> pytest.MarkDecorator:
+    """Each case on a GPU and a share of them on a host: parametrizes ``names``, and ``device``."""
+    cases = [case if isinstance(case, tuple) else (case,) for case in cases]
+    marks = [
+        pytest.mark.cuda,
+        pytest.mark.filterwarnings("default"),
+    ]  # what libraries warn of depends on the machine
+    gpu = [pytest.param(*case, "cuda", marks=marks) for case in cases]
+    return pytest.mark.parametrize(
+        f"{names}, device", [*((*case, "cpu") for case in share(cases, one_in)), *gpu]
+    )
 
 
 def diagonal(firsts: Sequence[S], seconds: Sequence[T], device: str = "cpu") -> list[tuple[S, T]]:

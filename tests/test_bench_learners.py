@@ -15,7 +15,7 @@ from tests.bench.rl import dreamer, ppo, sac, systems
 from tests.bench.rl.workloads import LearnerWorkload, names
 from tests.bench.system import COMPILED, LANES, LINE
 from tests.bench.systems.opponents import build
-from tests.shares import THOROUGH, share
+from tests.shares import THOROUGH, share, thorough
 
 CPU = torch.device("cpu")
 TINY = [name for name in names() if name.endswith("-tiny")]
@@ -37,6 +37,7 @@ def test_ours_eager_and_jax_compute_the_same_losses(name: str) -> None:
     assert others[-1].reason == "needs CUDA graphs"
 
 
+@thorough
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # dynamo looks at the gradients of tensors that have none
 @pytest.mark.parametrize("name", share(["rl-dqn-tiny", *(name for name in TINY if name != "rl-dqn-tiny")], 4))

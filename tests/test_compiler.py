@@ -19,6 +19,7 @@ from functional_cg.random import decompose_random_bits
 from functional_cg.stages.lower import graph
 from functional_cg.stages.lower.compiled import announce
 from tests.compiled_graphs import compiled
+from tests.shares import share
 
 
 def train_step(state: Any, x: Tensor) -> Any:
@@ -109,7 +110,7 @@ def test_a_sum_with_a_product_keeps_what_multiplies_the_product(compiled_on: str
             assert torch.equal(state[name], expected[name]), name
 
 
-@pytest.mark.parametrize("ahead", [True, False], ids=["an index", "a divisor"])
+@pytest.mark.parametrize("ahead", share([True, False], 2), ids=share(["an index", "a divisor"], 2))
 def test_what_was_checked_before_it_was_written_is_checked_anew(*, ahead: bool) -> None:
     """Tokens that are written one after another, each from those before."""
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import functional_cg as fcg
 from functional_cg.tensors.recorded.ctc import ctc_loss
 from functional_cg.testing import assert_trees_all_equal
-from tests.compiled_graphs import ON_A_GPU
+from tests.shares import on_a_host_or_a_gpu
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -101,8 +101,7 @@ def speech(call: int, device: str) -> dict[str, Tensor]:
     return {name: one.to(device) for name, one in batch.items()}
 
 
-@pytest.mark.parametrize("lowering", ["aten", "inductor"])
-@pytest.mark.parametrize("device", ["cpu", ON_A_GPU])
+@on_a_host_or_a_gpu("lowering", ["aten", "inductor"], 2)
 def test_a_model_learns_with_lengths_of_its_batches(device: str, lowering: Any) -> None:
     apply, params, buffers = fcg.from_module(Speech().to(device))
 

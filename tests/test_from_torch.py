@@ -145,7 +145,7 @@ def adapted(case: Case) -> Any:
     return optim.from_torch(case.cls, **case.hyper)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", share(CASES, 2), ids=str)
 def test_adapted_equals_the_class(case: Case) -> None:
     tx = adapted(case)
     assert tx.joined == case.joined

@@ -23,6 +23,7 @@ import functional_cg as fcg
 from functional_cg.errors import BakedValueError, ForeignTensorError, LayoutError, SideEffectError
 from functional_cg.nn import attributes
 from functional_cg.tensors.aten import unwrapped
+from tests.shares import share
 
 pytestmark = pytest.mark.usefixtures("scalar_loops")
 
@@ -503,7 +504,7 @@ class Remembering(nn.Module):
         return (logits - labels).square().mean()
 
 
-@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+@pytest.mark.parametrize("lowering", share(["aten", "inductor"], 2))
 def test_what_a_forward_works_out_once_is_no_state(lowering: Any) -> None:
     module = Remembering()
     apply, params, buffers = fcg.from_module(module)
@@ -798,7 +799,7 @@ doubled.register_fake(torch.empty_like)
 doubled.register_autograd(lambda ctx, grad: grad * 2)
 
 
-@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+@pytest.mark.parametrize("lowering", share(["aten", "inductor"], 2))
 def test_what_torch_notes_in_an_op_that_a_module_holds_is_no_change(lowering: Any) -> None:
     class Holds(nn.Module):
         def __init__(self) -> None:

@@ -45,7 +45,7 @@ from tests.nn_models import (
     tokens,
     train_step,
 )
-from tests.shares import CALLS, THOROUGH, diagonal
+from tests.shares import CALLS, THOROUGH, diagonal, share
 
 KEY = fcg.random.key(7)
 
@@ -69,7 +69,7 @@ class Wrapped(nn.Module):
 # --- replay equals eager -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("case", "backend"), diagonal([*PLAIN, *DRAWING], ["cpu", "simulator"]))
+@pytest.mark.parametrize(("case", "backend"), diagonal(share([*PLAIN, *DRAWING], 2), ["cpu", "simulator"]))
 def test_replay_equals_eager(case: str, backend: str) -> None:
     make, batch = (PLAIN | DRAWING)[case]
     apply, state = state_of(make(), fcg.optim.adamw(1e-2, weight_decay=0.1))
@@ -471,7 +471,7 @@ OPS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
 
 
 @pytest.mark.filterwarnings("ignore:mean is more than 2 std from:UserWarning")  # torch 2.11, of a tail
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", share(OPS, 3))
 def test_op_draws_from_its_distribution(name: str) -> None:
     op, mean, std = OPS[name]
     module = Wrapped(lambda self, x: op(x))

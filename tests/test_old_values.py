@@ -21,7 +21,7 @@ from functional_cg.testing import assert_no_alias, assert_trees_all_close
 from tests.compiled_graphs import compiled, compiled_in_turn, compiled_once, lower_as_on_a_gpu
 from tests.sharding.programs import Setting
 from tests.sharding.ranks import on_ranks
-from tests.shares import CALLS
+from tests.shares import CALLS, thorough
 
 # Ways to write "equal to a leaf of [4, 3]": copies, views and casts there and back, ops that happen to change nothing.
 SPELLINGS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -560,6 +560,7 @@ def test_what_leaves_is_owned_and_once() -> None:
     assert len({node.args[0] for node in own}) == len(own)
 
 
+@thorough
 def test_what_is_no_old_value_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A training step has the same kernels as without the rule, with the powers of the optimizer in one of them."""
 

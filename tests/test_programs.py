@@ -29,7 +29,7 @@ from functional_cg.examples.programs import (
 )
 from functional_cg.examples.programs.agents import actor_critic, cartpole_swarm, sac
 from functional_cg.testing import assert_replay_equals_eager, assert_trees_all_equal
-from tests.shares import CALLS, thorough
+from tests.shares import CALLS, on_a_host_or_a_gpu, thorough
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -178,13 +178,10 @@ STARTS = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
-def test_replay_equals_eager(
-    start: Callable[[str], Start], device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@on_a_host_or_a_gpu("name", STARTS, 2)
+def test_replay_equals_eager(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # else convolutions add up in any order
-    step, state, calls = start(device)
+    step, state, calls = STARTS[name](device)
     options = {"static_argnames": ("verbose",)} if step is exploration.train_step else {}
     step = fcg.graph_step(step.__wrapped__, lowering="aten", **options)
     assert_replay_equals_eager(step, state, calls)  # params, optimizer, key and all other leaves; metrics

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
-from tests.compiled_graphs import ON_A_GPU
-from tests.shares import CALLS
+from tests.shares import CALLS, on_a_host_or_a_gpu
 
 pytestmark = pytest.mark.usefixtures("scalar_loops")
 
@@ -78,9 +77,7 @@ def data(call: int, device: str = "cpu") -> Tensor:
     return torch.randint(-3, 4, (4,), generator=torch.Generator().manual_seed(call)).float().to(device)
 
 
-@pytest.mark.parametrize("lowering", ["aten", "inductor"])
-@pytest.mark.parametrize("device", ["cpu", ON_A_GPU])
-@pytest.mark.parametrize("read", READS)
+@on_a_host_or_a_gpu("read, lowering", [(read, how) for how in ("aten", "inductor") for read in READS], 3)
 def test_replay_equals_eager(read: str, device: str, lowering: Any) -> None:
     apply, state = start(read, device)
     step, expected = step_of(apply, lowering=lowering), fcg.fork(state)

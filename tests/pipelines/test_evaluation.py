@@ -74,6 +74,7 @@ def test_each_schedule_on_two_ranks(schedule: str, device: str) -> None:
     assert_as_on_one_rank([Run(schedule, FEATURES)], 2, TWO, device)
 
 
+@thorough
 def test_zero_beside_stages() -> None:
     assert_as_on_one_rank([Run("1f1b", FEATURES, stage=3)], 4, TWO)
 

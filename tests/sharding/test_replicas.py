@@ -20,7 +20,7 @@ from tests.sharding.law import HYBRID, on_gloo_and_nccl
 from tests.sharding.mistakes import same
 from tests.sharding.programs import PROGRAMS, Setting
 from tests.sharding.ranks import on_ranks
-from tests.shares import THOROUGH, share
+from tests.shares import THOROUGH, share, thorough
 
 
 class WithMore(fcg.TrainState):
@@ -236,6 +236,7 @@ def lowers(device: str) -> list[str]:
     return refused
 
 
+@thorough
 def test_no_program_of_the_tests_is_refused() -> None:
     assert on_ranks(4, lowers, "cpu") == [[]] * 4
 
