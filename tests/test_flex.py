@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
-from tests.shares import CALLS, share
+from tests.shares import CALLS, thorough
 
 # True here, too: the scores take memory.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -176,7 +176,8 @@ def test_replay_equals_eager_and_the_formula(case: str) -> None:
     assert step.stats.captures == 1
 
 
-@pytest.mark.parametrize("case", share(["learned bias", "both", "documents"], 3))
+@thorough
+@pytest.mark.parametrize("case", ["learned bias", "both", "documents"])
 def test_compiled_replay_is_close_to_the_formula(case: str) -> None:
     step, state = step_of(case, "cpu", "inductor"), fcg.fork(parameters("cpu"))
     for call in range(4):

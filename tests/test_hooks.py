@@ -17,7 +17,7 @@ from torch.nn.utils import prune
 import functional_cg as fcg
 from functional_cg.errors import BakedValueError, ForeignTensorError, SideEffectError
 from functional_cg.testing import assert_trees_all_equal
-from tests.shares import CALLS
+from tests.shares import CALLS, THOROUGH
 
 pytestmark = pytest.mark.usefixtures("scalar_loops")
 
@@ -89,7 +89,7 @@ HOOKS: dict[str, Callable[[nn.Sequential], None]] = {
 
 
 @pytest.mark.parametrize(
-    ("names", "lowering"), [*(([name], "aten") for name in HOOKS), ([*HOOKS], "inductor")]
+    ("names", "lowering"), [*(([name], "aten") for name in HOOKS), *[([*HOOKS], "inductor")] * THOROUGH]
 )
 def test_hooks_of_the_forward_are_a_part_of_it(names: list[str], lowering: Any) -> None:
     model = net()

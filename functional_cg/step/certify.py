@@ -219,9 +219,10 @@ class _Space:
             given += staged
         tensors, room = [one for one, _, _ in given], _room(buffers)
         ample = room is None or _FRACTION * sum(one.nbytes for one in tensors) < room
-        values = [torch.empty_like(one) if ample else _on_host(one) for one in tensors]
-        if ample:
-            uninterrupted(copies(values, tensors))
+        if not ample:
+            return cls(buffers, ample, [(one, _on_host(one)) for one in tensors], free)
+        values = [torch.empty_like(one) for one in tensors]
+        uninterrupted(copies(values, tensors))
         return cls(buffers, ample, list(zip(tensors, values, strict=True)), free)
 
     def reset(self) -> None:

@@ -19,6 +19,7 @@ from functional_cg.stages.run.poison import poison
 from functional_cg.testing import Simulator, assert_replay_equals_eager, assert_trees_all_equal
 from functional_cg.testing import strategies as fst
 from functional_cg.testing.recorded import Address, Block, Call, Foreign
+from tests.shares import few
 
 BACKENDS = {"cpu": lambda: "auto", "simulator": Simulator}
 
@@ -62,6 +63,7 @@ def test_calls_on_any_streams_are_done_in_order(names: list[str]) -> None:
     assert_trees_all_equal((state, kept), (expected, wanted), "after all calls")
 
 
+@few
 @given(data=st.data(), names=st.lists(st.sampled_from(["", *"abc"]), min_size=8, max_size=8))
 def test_random_programs_on_any_streams_equal_eager(data: st.DataObject, names: list[str]) -> None:
     """Random programs, and one host buffer for all calls: it is overwritten while calls that read it still wait."""
