@@ -151,7 +151,8 @@ def _refuse_shared(name: str, tape: Tape, used: Sequence[tuple[Tensor, Any]]) ->
     """Raise if the loss draws from a key that is the same for all micro-batches, with nothing of theirs folded in."""
     letters = tape.letters()
     for one in used:
-        if not any("d" in letters.get(storage_key(own), ()) for own in one if isinstance(own, Tensor)):
+        own = [letters.get(storage_key(part), set()) for part in one if isinstance(part, Tensor)]
+        if not any(part & {"d", "s"} for part in own):
             raise shared_key(name)
 
 

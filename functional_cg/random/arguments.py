@@ -49,6 +49,8 @@ def used_keys() -> Iterator[list[tuple[Tensor, Any]]]:
         yield used
     finally:
         _USED.reset(token)
+        if (around := _USED.get()) is not None:
+            around.extend(used)
 
 
 def check_key(key: object, folded: object = None) -> None:

@@ -20,7 +20,7 @@ from ..state.arena import BufferSpec
 from ..tensors.aten import adds_up
 from ..tree import path_string
 
-__all__ = ["microbatches", "refuse_objects", "refuse_whole_numbers", "sliced"]
+__all__ = ["microbatches", "refuse_objects", "refuse_whole_numbers", "shared_key", "sliced"]
 
 P = ParamSpec("P")
 Params = TypeVar("Params")

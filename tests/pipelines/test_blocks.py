@@ -158,7 +158,9 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "halves": lambda a, b, w: torch.cat(a.chunk(2)[::-1]),
     "write": lambda a, b, w: a.clone().add_(1),
     "write a part": lambda a, b, w: a.index_put((torch.tensor([0, 2]),), b[0].to(a.dtype)),
-    "dropout": lambda a, b, w: fcg.random.dropout(fcg.random.key(3), a, 0.5),
+    "dropout": lambda a, b, w: fcg.random.dropout(
+        fcg.random.fold_in(fcg.random.key(3), a.detach().float().abs().sum().long()), a, 0.5
+    ),
     "literal": lambda a, b, w: a * torch.tensor([1.0, 2.0, 3.0, 4.0]).neg_(),
     "kept": lambda a, b, w: WritesWhatTheForwardKept.apply(a),  # type: ignore[no-any-return]
 }

@@ -38,9 +38,14 @@ def ended_checkpoints() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        for frame, _ in walk_tb(error.__traceback__):
-            if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-                frame.clear()
+        chain: list[BaseException | None] = [error]
+        for one in chain:  # which grows
+            if one is None:
+                continue
+            chain += [other for other in (one.__cause__, one.__context__) if other not in chain]
+            for frame, _ in walk_tb(one.__traceback__):
+                if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+                    frame.clear()
         raise
 
 

@@ -6,7 +6,7 @@ A distance is a row of two numbers, f64: the Euclidean norm of the difference, a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ _norms = torch.ops.aten._foreach_norm.Scalar
 
 
 class Distances:
-    """Measures how far tensors are from expected ones; a GPU is waited for when that is read.
+    """Measures how far tensors are from expected ones; reading the distances waits for the GPU.
 
-    NaN equals NaN, and equal infinities match. Of integers and flags it matters only whether they differ, not by how
-    much, as of tokens: each that does counts 1.
+    NaN equals NaN, and equal infinities match. Of integers and flags, such as tokens, each element that differs counts
+    1, by however much.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Distances:
 
         Args:
           number: Its row.
-          one: The tensor. It may wait here, and must keep its values.
+          one: The tensor. A small one waits here, until :meth:`known` at the latest, and must keep its values.
           expected: A tensor of its dtype and shape, here or on the host.
         """
         group = one.device, not (one.is_floating_point() or one.is_complex())
@@ -47,6 +47,8 @@ class Distances:
             self._counts[group] = self._counts.get(group, 0) + len(piece)
             if self._counts[group] >= _CHUNK:
                 self._measure(group)
+        if one.numel() > _CHUNK:  # what is left would keep all of it alive
+            self._measure(group)
 
     def known(self, count: int) -> tuple[Tensor, Tensor]:
         """Return the distances, f64[count, 2], and how far what was expected is from zero, 0 for integers."""
@@ -98,13 +100,13 @@ def rounded(specs: Sequence[BufferSpec]) -> tuple[Tensor, Tensor]:
     return torch.tensor(parts, dtype=exact).view(-1, 1), torch.tensor(least, dtype=exact).view(-1, 2)
 
 
-def _pieces(tensor: Tensor) -> Iterable[Tensor]:
-    """Return the elements in logical order, complex ones as pairs."""
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the elements in logical order, complex ones as pairs, in a dtype that others of its kind fit into."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    elif not tensor.is_floating_point():
-        tensor = tensor.long()
-    elif tensor.itemsize == 1:
-        tensor = tensor.float()
     flat = tensor.reshape(-1)
-    return flat.split(_CHUNK) if len(flat) > _CHUNK else [flat] if len(flat) else []
+    for piece in flat.split(_CHUNK) if len(flat) > _CHUNK else [flat] * bool(len(flat)):
+        if not piece.is_floating_point():
+            yield piece.long()
+        else:
+            yield piece.float() if piece.itemsize == 1 else piece

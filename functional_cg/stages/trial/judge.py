@@ -65,8 +65,10 @@ class Difference:
             what = f"differs in {of} elements, of which rounding explains {explained:,}"
         elif greatest == math.inf:
             what = "is infinite or NaN in only one of the two"
-        else:
+        elif greatest > by_element:
             what = f"differs by {greatest:.3g}, of which rounding explains {by_element:.3g}"
+        else:
+            what = f"differs by {norm:.3g} in norm, of which rounding explains {explained:.3g}"
         return f"{self.name}  {what}{f', computed at {self.site}' if self.site is not None else ''}"
 
 
@@ -114,31 +116,31 @@ class Judge:
     def __init__(self, reference: Reference, together: Callable[[bool], bool]) -> None:
         self._reference, self._together = reference, together
         self._specs = [out.var.spec for out in reference.outputs]
-        self._expected: list[Any] = [None] * len(self._specs)
+        self._expected: list[Any] = []
         self._part, self._least = rounded(self._specs)
         self._known = torch.zeros(())  # what rounding has explained of each output, as a part of its size
         self.share = 0.0
 
     def expect(self, buffers: Buffers, *, on_host: bool = True, watch: Watch | None = None) -> None:
-        """Run the program, and keep its outputs.
+        """Run the program, and keep its outputs for the next comparison.
 
         Args:
           buffers: Slots, inputs and constants from before the call.
           on_host: Whether to keep them on the host, where they take nothing from whoever makes the others.
           watch: Called for each call of the program with what it makes.
         """
+        expected: list[Any] = [None] * len(self._specs)
 
         def keep(number: int, value: Tensor) -> None:
             own = self._reference.owns(number, value)
-            self._expected[number] = (
-                value.to("cpu", copy=True) if on_host else value if own else value.clone()
-            )
+            expected[number] = value.to("cpu", copy=True) if on_host else value if own else value.clone()
 
         if on_host or watch is not None:
             self._reference.run(buffers, keep, watch=watch)
         else:
             for number, value in enumerate(self._reference.all_outputs(buffers)):
                 keep(number, value)
+        self._expected = expected
 
     def compare(
         self, outputs: Sequence[Tensor], buffers: Buffers, again: Callable[[], None], *, times: float = 1.0
@@ -153,8 +155,17 @@ class Judge:
           again: Puts back what the slots held before.
           times: How many times as much as rounding explains is accepted.
         """
+        try:
+            return self._differences(outputs, buffers, again, times)
+        finally:
+            self._expected = []
+
+    def _differences(
+        self, outputs: Sequence[Tensor], buffers: Buffers, again: Callable[[], None], times: float
+    ) -> list[Difference]:
         off, sizes = self._apart(outputs)
-        limits = torch.maximum(torch.maximum(sizes * self._part, self._least), sizes * self._known)
+        known = (sizes * self._known).nan_to_num(0.0, math.inf)
+        limits = torch.maximum(torch.maximum(sizes * self._part, self._least), known)
         dice = random.Random(0)
         for number in range(len(_RUNS) + 1):
             wrong = ~(off <= limits * times).all(1)
@@ -166,9 +177,11 @@ class Judge:
                 most, decisions, factor = _RUNS[number]
                 again()
                 apart = self._shaken(buffers, Shaker(most, decisions, leans=number % 2 == 0, dice=dice))
-                limits = torch.maximum(limits, apart * factor)
-                self._known = torch.where(sizes > 0, limits / sizes, limits)
-        outs, rows = self._reference.outputs, zip(off.tolist(), limits.tolist(), strict=True)
+                # The norm of integers that differ is the root of their number.
+                limits = torch.maximum(limits, apart * torch.where(self._part > 0, factor, factor**0.5))
+                measured = (sizes > 0) & limits.isfinite()
+                self._known = torch.where(measured, limits / sizes, self._known)
+        outs, rows = self._reference.outputs, zip(off.tolist(), (limits * times).tolist(), strict=True)
         return [
             Difference(out.name, apart, limit, out.var.spec, self._reference.site_of(out.var))
             for out, (apart, limit), is_wrong in zip(outs, rows, wrong.tolist(), strict=True)

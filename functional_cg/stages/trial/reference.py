@@ -116,11 +116,14 @@ class Reference:
 
     @cached_property
     def at_once(self) -> int:
-        """Bytes that :meth:`all_outputs` takes at most."""
-        head, outputs = self._plan.schedule.head, [out.var for out in self.outputs]
-        copies = sum(outputs[place].spec.nbytes for place in self._plan.schedule.cloned)
-        kept = {var.storage for var in outputs}
-        return peak_bytes(head, kept, self._sizes) + self._memory[1] + copies
+        """Bytes that :meth:`all_outputs` takes at most, or a run beside what it has returned."""
+        schedule, sizes = self._plan.schedule, self._sizes
+        outputs = [out.var for out in self.outputs]
+        copies = sum(outputs[place].spec.nbytes for place in schedule.cloned)
+        kept = sum(var.spec.nbytes for var in outputs)
+        peak, beside = self._memory
+        head = peak_bytes(schedule.head, {var.storage for var in outputs}, sizes)
+        return max(head + copies, kept + peak) + beside
 
     def all_outputs(self, buffers: Buffers) -> Sequence[Tensor]:
         """Run the program once as a plan does, which takes more memory than :meth:`run` and less time."""
@@ -138,7 +141,7 @@ class Reference:
 
         Args:
           buffers: Slots, inputs and constants.
-          see: Called as ``see(number, value)`` once per output, in any order; it must not keep the value.
+          see: Called as ``see(number, value)`` once per output, in any order; it may keep small values for a while.
           shaker: Perturbs the results of calls by ulps.
           watch: Called for each call with what it makes.
         """
