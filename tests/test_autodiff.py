@@ -464,6 +464,19 @@ def test_numbers_of_a_slice_may_be_folded_into_one_key() -> None:
     close(out["u"], torch.stack([expected[0] + expected[2], expected[1] + expected[3]]) / 2)
 
 
+def test_a_key_is_seen_through_micro_batches_of_micro_batches() -> None:
+    key = random.key(3)
+
+    def inner(w: Tensor, x: Tensor) -> Tensor:
+        return (w * random.dropout(key, x, 0.5)).sum()
+
+    def outer(w: Tensor, x: Tensor) -> Any:
+        return fcg.microbatches(1)(inner)(w, x)
+
+    with pytest.raises(fcg.CaptureError, match="draws from one key in several micro-batches"):
+        fcg.microbatches(2)(fcg.value_and_grad(outer))(torch.ones(2), torch.ones(4, 2))
+
+
 def test_each_slice_has_a_key_of_its_own() -> None:
     key = random.key(3)
 

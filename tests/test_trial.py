@@ -8,7 +8,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -26,6 +26,8 @@ from functional_cg.stages.plan import Buffers
 from functional_cg.stages.program import Var
 from functional_cg.stages.trial.distances import Distances
 from functional_cg.stages.trial.host_memory import HostMemory
+from functional_cg.stages.trial.judge import Judge
+from functional_cg.stages.trial.reference import Output, Reference
 from functional_cg.stages.trial.ulps import Shaker
 from functional_cg.state.arena import BufferSpec
 from functional_cg.testing import assert_trees_all_equal
@@ -516,6 +518,59 @@ def test_a_refused_step_may_be_called_with_another_layout() -> None:
     broken[0] = False
     state, _ = step(state, torch.ones(2))
     assert state["w"].tolist() == [2.0, 2.0, 2.0]
+
+
+def test_too_little_memory_at_a_later_call_leaves_it_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = fcg.graph_step(lambda s, x: ({"w": s["w"] + x}, s["w"].sum()), lowering=lambda graph, _: graph)
+    state, _ = step({"w": torch.zeros(3)}, torch.ones(3))
+    monkeypatch.setattr(Reference, "all_outputs", lambda *_: raise_(torch.OutOfMemoryError("no room")))
+    with caplog.at_level(logging.WARNING, "functional_cg"):
+        state, total = step(state, torch.ones(3))
+    assert (state["w"].tolist(), total) == ([2.0, 2.0, 2.0], 3)
+    assert "not compared at call 2" in caplog.text
+
+
+def raise_(error: Exception) -> None:
+    raise error
+
+
+class Rerun:
+    """A reference whose result moves in each perturbed run, and is what it was given else."""
+
+    def __init__(self, value: Tensor, moved: Tensor) -> None:
+        self.outputs = [Output("metrics", Var(0, BufferSpec.of(value), 0, 0, fills=True))]
+        self.value, self.moved = value, moved
+
+    def owns(self, number: int, value: Tensor) -> bool:
+        return False
+
+    def run(self, buffers: Any, see: Any, shaker: Any = None, watch: Any = None) -> None:
+        see(0, self.value if shaker is None else self.moved)
+
+    def site_of(self, var: Var) -> None:
+        return None
+
+
+def test_what_rounding_once_made_infinite_is_compared_again() -> None:
+    """An overflow in a perturbed run explains any difference at that call alone, and zeros at the next are right."""
+    value = torch.tensor([1.0, 2.0])
+    rerun = Rerun(value, torch.tensor([1.0, torch.inf]))
+    judge, buffers = Judge(cast("Any", rerun), lambda flag: flag), Buffers((), (), ())
+
+    def compared(got: Tensor) -> list[Any]:
+        judge.expect(buffers)
+        return judge.compare([got], buffers, lambda: None)
+
+    assert compared(torch.tensor([1.0, 2.5])) == []
+    rerun.value, rerun.moved = torch.zeros(2), torch.zeros(2)
+    assert compared(torch.zeros(2)) == []
+    rerun.value, rerun.moved = value, value
+    assert "differs by 0.5" in str(compared(torch.tensor([1.0, 2.5]))[0])
+    huge = Rerun(torch.tensor([1e200], dtype=torch.float64), value)
+    judge = Judge(cast("Any", huge), lambda flag: flag)
+    assert compared(huge.value) == []
 
 
 # -- its parts -------------------------------------------------------------------------------------------------------
