@@ -17,7 +17,7 @@ from ..ambient.setting import in_a_backward
 from ..errors import LayoutError
 from ..manual import Documented
 from ..messages.tracebacks import entry
-from ..random.arguments import check_key
+from ..random.arguments import validate_key
 from ..state.aliases import refuse_aliases
 from ..state.arena import BufferSpec
 from ..tensors.aten import is_batched, unwrapped
@@ -299,7 +299,7 @@ class Apply(metaclass=Documented):
     def _refuse_key(self, key: Tensor | None) -> None:
         if key is None:
             return
-        check_key(key)
+        validate_key(key)  # what the module draws from it is noted where it draws
         if is_batched(key):
             raise TypeError(
                 f"`{type(self._template).__name__}`: expected `key` i64[2], got a batch of keys under `vmap`: the ops "

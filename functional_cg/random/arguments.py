@@ -26,6 +26,7 @@ __all__ = [
     "numel",
     "round_down",
     "used_keys",
+    "validate_key",
 ]
 
 # What keys are drawn from, with the numbers folded into them.
@@ -53,7 +54,7 @@ def used_keys() -> Iterator[list[tuple[Tensor, Any]]]:
             around.extend(used)
 
 
-def check_key(key: object, folded: object = None) -> None:
+def validate_key(key: object) -> None:
     if not isinstance(key, Tensor):
         fix = (
             "give the state one, `TrainState.create(..., key=fcg.random.key(0))`"
@@ -67,6 +68,11 @@ def check_key(key: object, folded: object = None) -> None:
         rows = [f"key  expected int64[2]   got {describe(key)}"]
         fix = "pass one key, from `key(seed)`, or one row of `split(key, n)`, `keys[0]`."
         raise LayoutError.of("", "this is not a random key.", rows=rows, fix=fix)
+
+
+def check_key(key: object, folded: object = None) -> None:
+    """Refuse what is no key; note for :func:`used_keys` that one is drawn or derived from."""
+    validate_key(key)
     # torch.compile cannot read a context variable; `microbatches` never runs under it.
     if not torch.compiler.is_dynamo_compiling() and (used := _USED.get()) is not None:
         used.append((key, folded))

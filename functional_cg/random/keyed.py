@@ -20,7 +20,7 @@ from ..errors import CaptureError, ImplicitRandomnessError
 from ..errors.words import words_of
 from ..messages.source import at_here, here
 from ..tensors.aten import can_draw
-from .arguments import check_key
+from .arguments import validate_key
 from .kernels import OpenKernels
 from .rules import draw, fill_truncated, is_drawn
 
@@ -68,7 +68,7 @@ def keyed(fn: Callable[P, R]) -> Callable[Concatenate[Tensor, P], R]:
     name = getattr(fn, "__name__", type(fn).__name__)
 
     def of_key(key: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        check_key(key)
+        validate_key(key)
         draws = _Function(name, key, of_key.__code__)
         with OpenKernels(draws.truncated, draws.attend), draws:
             return fn(*args, **kwargs)

@@ -373,3 +373,19 @@ def test_keys_of_a_micro_batch_are_its_own() -> None:
     plain = fcg.microbatches(2)(fcg.value_and_grad(passed))(PARAMS, X, key=CLOSED_OVER)
     assert_trees_all_equal(losses[0], plain)
     assert_trees_all_equal(losses[1], fcg.microbatches(2)(fcg.value_and_grad(by_example))(PARAMS, X))
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_module_that_draws_nothing_uses_no_key(train: bool) -> None:
+    """A dropout in evaluation gets a key that the loss closes over, and leaves it alone."""
+    apply, params, buffers = fcg.from_module(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)))
+
+    def value(params: Any, x: Tensor) -> Tensor:
+        return apply(params, buffers, x, train=train, key=CLOSED_OVER)[0].square().mean()  # type: ignore[no-any-return]
+
+    for several in (PIPE.value(value), fcg.microbatches(2)(value)):
+        if train:
+            with pytest.raises(fcg.CaptureError, match="draws from one key in several micro-batches"):
+                several(params, X)
+        else:
+            torch.testing.assert_close(several(params, X), value(params, X))

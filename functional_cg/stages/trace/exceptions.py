@@ -38,11 +38,13 @@ def ended_checkpoints() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        chain: list[BaseException | None] = [error]
+        chain: list[BaseException] = [error]
         for one in chain:  # which grows
-            if one is None:
-                continue
-            chain += [other for other in (one.__cause__, one.__context__) if other not in chain]
+            chain += [
+                other
+                for other in (one.__cause__, one.__context__)
+                if other is not None and other not in chain
+            ]
             for frame, _ in walk_tb(one.__traceback__):
                 if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
                     frame.clear()
