@@ -568,7 +568,7 @@ def test_what_rounding_once_made_infinite_is_compared_again() -> None:
     assert compared(torch.zeros(2)) == []
     rerun.value, rerun.moved = value, value
     assert "differs by 0.5" in str(compared(torch.tensor([1.0, 2.5]))[0])
-    huge = Rerun(torch.tensor([1e200], dtype=torch.float64), value)
+    huge = Rerun(torch.tensor([1e200, -1e200], dtype=torch.float64), value)
     judge = Judge(cast("Any", huge), lambda flag: flag)
     assert compared(huge.value) == []
 

@@ -54,7 +54,8 @@ def used_keys() -> Iterator[list[tuple[Tensor, Any]]]:
             around.extend(used)
 
 
-def validate_key(key: object) -> None:
+def validate_key(key: object) -> Tensor:
+    """Refuse what is no key; return the key."""
     if not isinstance(key, Tensor):
         fix = (
             "give the state one, `TrainState.create(..., key=fcg.random.key(0))`"
@@ -68,14 +69,15 @@ def validate_key(key: object) -> None:
         rows = [f"key  expected int64[2]   got {describe(key)}"]
         fix = "pass one key, from `key(seed)`, or one row of `split(key, n)`, `keys[0]`."
         raise LayoutError.of("", "this is not a random key.", rows=rows, fix=fix)
+    return key
 
 
 def check_key(key: object, folded: object = None) -> None:
     """Refuse what is no key; note for :func:`used_keys` that one is drawn or derived from."""
-    validate_key(key)
+    valid = validate_key(key)
     # torch.compile cannot read a context variable; `microbatches` never runs under it.
     if not torch.compiler.is_dynamo_compiling() and (used := _USED.get()) is not None:
-        used.append((key, folded))
+        used.append((valid, folded))
 
 
 def check_operand(name: str, value: object, key: Tensor) -> None:
