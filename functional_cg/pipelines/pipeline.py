@@ -182,8 +182,7 @@ class Pipeline(metaclass=Documented):
         Raises:
           LayoutError: If the batch cannot be cut into micro-batches, or the loss hands a value past a cut, writes into
             what it got through one, or reads a leaf that its rank does not hold.
-          CaptureError: If micro-batches draw from one key.
-          HostSyncError: If the loss asks for a value on the host.
+          CaptureError, HostSyncError: If micro-batches draw from one key, or the loss asks for a value on the host.
           ValueError: If the loss has another number of stages than the schedule.
 
         Example:
