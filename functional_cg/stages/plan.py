@@ -129,6 +129,7 @@ class Backend(Protocol):
     Attributes:
       name: Name in messages and ``explain()``.
       has_lanes: If there and true: it runs a plan with branches on lanes, by ``bound``.
+      record: If there: ``record(run)`` captures any run. A replay that is not fresh then has its outputs as ``static``.
     """
 
     name: str

@@ -365,7 +365,7 @@ class Transform:
             lowered.trial = certify(lowered, buffers, arenas, self._backend, asked)
         replay = self._backend.capture(lowered.plan, buffers, spare)
         if lowered.trial is not None and asked != "first":
-            replay = Certified(replay, lowered, lowered.trial, buffers, arenas, asked)
+            replay = Certified(replay, lowered, lowered.trial, buffers, arenas, self._backend, asked)
         replay = Poisoned(replay, staging.slots) if "poison" in str(self._options.debug) else replay
         bound = [Bound(s.position, s.arena, s.start, s.stop) for s in call.states]
         run = replayer(

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..concurrency.garbage import no_garbage_collection
 from ..concurrency.interrupts import held_back, uninterrupted
-from ..errors import CaptureError
+from ..errors import CaptureError, FunctionalCGError
 from ..options import Certify
 from ..shards.mesh import Mesh
 from ..shards.peers import on_any
@@ -33,6 +33,7 @@ from ..stages.plan import Backend, Before, Buffers, Replay
 from ..stages.run.capture import CUDABackend
 from ..stages.run.memory import scratch
 from ..stages.trial.judge import Difference, load_kernels, miscompiled
+from ..stages.trial.recorded import Recorded
 from ..stages.trial.trial import Certificate, Trial, TrialOfFunctions
 from ..stages.trial.variants import vary
 from ..state.arena import Arena
@@ -45,6 +46,7 @@ _log = logging.getLogger("functional_cg")
 _LARGE = 2**20  # bytes
 _WORKSPACE = 8  # the fraction 1 / _WORKSPACE of free memory is left for the workspaces of kernels
 _FRACTION = 4  # values are kept on the device if they take less than this part of what is free
+_RECORDED = 32  # a recorded comparison takes at most this part of what is free, and keeps it
 _SHARE = 4  # the fraction 1 / _SHARE of the host's free memory may hold values of the program for a while
 _INTEGERS = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
@@ -103,6 +105,7 @@ class Certified:
       trial: What compares it.
       buffers: Its static buffers.
       arenas: Arenas of the slots, whose turns whoever calls holds.
+      backend: Where the replay runs.
       asked: The ``certify`` option.
     """
 
@@ -113,12 +116,14 @@ class Certified:
         trial: Trial,
         buffers: Buffers,
         arenas: Sequence[Arena],
+        backend: Backend,
         asked: Certify,
     ) -> None:
         self.fresh, self._replay = replay.fresh, replay
         self._lowered, self._trial, self._buffers, self._arenas = lowered, trial, buffers, arenas
         self._every = asked if type(asked) is int else 0  # 0 for powers of two
         self._calls, self._due = 0, self._every + 1 if self._every else 2
+        self._recorded = self._record(backend)
 
     def __call__(self, before: Before, /) -> Sequence[Tensor]:
         self._calls += 1
@@ -132,10 +137,14 @@ class Certified:
 
     def _compared(self) -> Sequence[Tensor]:
         lowered, trial = self._lowered, self._trial
-        space = _Space.of(lowered, self._buffers, inputs=False)
+        if self._recorded is None:
+            space, recorded = _Space.of(lowered, self._buffers, inputs=False), None
+        else:
+            space, recorded = self._recorded
+            space.keep()
         found: Sequence[Difference] = ()
         try:
-            metrics, found = trial.again(space, partial(self._replay, ()))
+            metrics, found = trial.again(space, partial(self._replay, ()), recorded)
             _refuse(lowered.name, found, lowered.mesh, trial, call=self._calls)
         except BaseException as error:
             space.reset()
@@ -149,8 +158,32 @@ class Certified:
             lowered.certificate = lowered.certificate.also(self._calls, trial.share)
         return metrics
 
+    def _record(self, backend: Backend) -> tuple[_Space, Recorded] | None:
+        """Record what later comparisons run, if that takes little memory: small programs wait for the host."""
+        lowered, buffers, record = self._lowered, self._buffers, getattr(backend, "record", None)
+        free = _room(buffers)
+        room = (_host_memory() if free is None else free) // _RECORDED
+        kept = sum(
+            buffers.slots[out.slot].nbytes for out in lowered.reference.outputs if out.slot is not None
+        )
+        fits = self._trial.recordable(room - kept)
+        if (
+            record is None or not fits or any(arena.pages for arena in self._arenas)
+        ):  # pages can leave the device
+            return None
+        space = _Space.of(lowered, buffers, inputs=False)
+        metrics = getattr(self._replay, "static", None)
+        try:
+            return space, Recorded(lowered.reference, buffers, metrics, record)
+        except (FunctionalCGError, torch.OutOfMemoryError) as error:  # it can be compared call by call
+            _log.debug("%s: later comparisons are not recorded: %s", lowered.name, error)
+            return None
+
     def close(self) -> None:
         self._replay.close()
+        if self._recorded is not None:
+            self._recorded[1].close()
+            self._recorded = None
 
 
 def _differences(trial: Trial, space: _Space) -> list[Difference]:
@@ -232,6 +265,11 @@ class _Space:
         pairs = [(one, value) for one, value in self.kept if value is not None]
         zeros = [partial(one.zero_) for one, value in self.kept if value is None]
         uninterrupted([*copies([one for one, _ in pairs], [value for _, value in pairs]), *zeros])
+
+    def keep(self) -> None:
+        """Keep what the buffers hold now."""
+        pairs = [(value, one) for one, value in self.kept if value is not None]
+        uninterrupted(copies([value for value, _ in pairs], [one for _, one in pairs]))
 
     def vary(self, kind: str) -> None:
         self.reset()

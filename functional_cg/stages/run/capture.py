@@ -56,9 +56,17 @@ class CPUBackend:
     def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Spare]) -> Replay:
         return _DirectReplay(plan.bind(buffers))
 
+    def record(self, run: Run) -> Replay:
+        """Return a replay of any run."""
+        return _DirectReplay(run)
+
 
 class _GraphReplay:
-    """Launches a CUDA graph; metrics lie in its private pool."""
+    """Launches a CUDA graph; metrics lie in its private pool.
+
+    Attributes:
+      static: The metrics.
+    """
 
     fresh = False
 
@@ -67,7 +75,7 @@ class _GraphReplay:
     ) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._run = run  # keeps constants and views of static buffers alive as long as the graph
-        self._static = static
+        self.static = static
         self._device = device
         # the C method itself: in the Python override, Ctrl-C could strike between launch and new generation
         self._launch = super(torch.cuda.CUDAGraph, graph).replay
@@ -78,12 +86,12 @@ class _GraphReplay:
         else:
             with torch.cuda.device(self._device):
                 uninterrupted((*before, self._launch))
-        return self._static
+        return self.static
 
     def close(self) -> None:
         if self._graph is not None:
             torch.cuda.synchronize(self._device)  # a replay may be in flight
-            self._static, self._run = (), None
+            self.static, self._run = (), None
             self._graph.reset()
             self._graph = None
 
@@ -149,6 +157,14 @@ class CUDABackend:
             self._in_use = True
             caller.wait_stream(self._streams[1])
             return replay
+
+    def record(self, run: Run) -> Replay:
+        """Capture a run that writes nothing that others read, into a pool of its own: what it makes stays."""
+        own = CUDABackend(self._device)
+        with torch.cuda.device(self._device), quiet():
+            with own.aside():
+                run(())
+            return own._graph(run, AtOnce())
 
     def _graph(self, run: Run, before: AtOnce) -> _GraphReplay:
         graph = torch.cuda.CUDAGraph()

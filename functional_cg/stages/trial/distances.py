@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...state.arena import BufferSpec
 
-__all__ = ["Distances", "rounded"]
+__all__ = ["Distances", "between", "rounded"]
 
 _CHUNK = 2**20  # elements to measure at a time
 _FLOOR = 2.0  # ulps
@@ -31,6 +31,7 @@ class Distances:
         self._waiting: dict[tuple[torch.device, bool], list[tuple[int, Tensor, Tensor]]] = {}
         self._counts: dict[tuple[torch.device, bool], int] = {}
         self._measured: list[tuple[Sequence[int], Tensor]] = []
+        self._unlike: list[int] = []
 
     def add(self, number: int, one: Tensor, expected: Tensor) -> None:
         """Measure a tensor.
@@ -38,8 +39,11 @@ class Distances:
         Args:
           number: Its row.
           one: The tensor. A small one waits here, until :meth:`known` at the latest, and must keep its values.
-          expected: A tensor of its dtype and shape, here or on the host.
+          expected: What it should be, here or on the host. From one of another dtype or shape the distance is NaN.
         """
+        if one.dtype is not expected.dtype or one.shape != expected.shape:
+            self._unlike.append(number)
+            return
         group = one.device, not (one.is_floating_point() or one.is_complex())
         waiting = self._waiting.setdefault(group, [])
         for piece, other in zip(_pieces(one), _pieces(expected), strict=True):
@@ -52,18 +56,23 @@ class Distances:
 
     def known(self, count: int) -> tuple[Tensor, Tensor]:
         """Return the distances, f64[count, 2], and how far what was expected is from zero, 0 for integers."""
-        for group in self._waiting:
-            self._measure(group)
+        self.measure()
         found = [(0.0, 0.0, 0.0, 0.0)] * count
         for numbers, norms in self._measured:
             for number, (apart, greatest, size, largest) in zip(numbers, norms.T.tolist(), strict=True):
                 a, b, c, d = found[number]
                 found[number] = math.hypot(a, apart), max(b, greatest), math.hypot(c, size), max(d, largest)
         known, sizes = torch.tensor(found, dtype=torch.float64).view(count, 2, 2).unbind(1)
-        return torch.where(known[:, :1].isfinite(), known, math.inf), sizes
+        known = torch.where(known[:, :1].isfinite(), known, math.inf)
+        known[self._unlike] = math.nan
+        return known, sizes
+
+    def measure(self) -> None:
+        """Measure all that waits, without waiting for the GPU."""
+        for group in self._waiting:
+            self._measure(group)
 
     def _measure(self, group: tuple[torch.device, bool]) -> None:
-        """Measure what waits."""
         waiting = self._waiting[group][:]
         self._waiting[group].clear()
         self._counts[group] = 0
@@ -81,6 +90,14 @@ class Distances:
         sizes = [len(piece) for piece in ones]
         norms = [_norms(of.split(sizes), order) for of in (apart, size) for order in (2, math.inf)]
         self._measured.append((numbers, torch.stack([*map(torch.stack, norms)])))
+
+
+def between(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> Distances:
+    """Measure how far each output is from what it should be."""
+    found = Distances()
+    for number, (one, other) in enumerate(zip(outputs, expected, strict=True)):
+        found.add(number, one, other)
+    return found
 
 
 def rounded(specs: Sequence[BufferSpec]) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,8 @@ from ...errors import MiscompileError
 from ...messages.source import Location
 from ...state.arena import BufferSpec
 from ..plan import Buffers
-from .distances import Distances, rounded
+from .distances import Distances, between, rounded
+from .recorded import Recorded
 from .reference import Reference, Watch
 from .ulps import Shaker
 
@@ -116,7 +117,8 @@ class Judge:
     def __init__(self, reference: Reference, together: Callable[[bool], bool]) -> None:
         self._reference, self._together = reference, together
         self._specs = [out.var.spec for out in reference.outputs]
-        self._expected: list[Any] = []
+        self._expected: Sequence[Any] = []
+        self._recorded: Recorded | None = None
         self._part, self._least = rounded(self._specs)
         self._known = torch.zeros(())  # what rounding has explained of each output, as a part of its size
         self.share = 0.0
@@ -135,12 +137,12 @@ class Judge:
             own = self._reference.owns(number, value)
             expected[number] = value.to("cpu", copy=True) if on_host else value if own else value.clone()
 
-        if on_host or watch is not None:
-            self._reference.run(buffers, keep, watch=watch)
-        else:
-            for number, value in enumerate(self._reference.all_outputs(buffers)):
-                keep(number, value)
+        self._reference.run(buffers, keep, watch=watch)
         self._expected = expected
+
+    def expect_recorded(self, recorded: Recorded) -> None:
+        """Run the program as it was recorded, for the next comparison."""
+        self._expected, self._recorded = recorded.expect(), recorded
 
     def compare(
         self, outputs: Sequence[Tensor], buffers: Buffers, again: Callable[[], None], *, times: float = 1.0
@@ -158,7 +160,7 @@ class Judge:
         try:
             return self._differences(outputs, buffers, again, times)
         finally:
-            self._expected = []
+            self._expected, self._recorded = [], None
 
     def _differences(
         self, outputs: Sequence[Tensor], buffers: Buffers, again: Callable[[], None], times: float
@@ -194,13 +196,7 @@ class Judge:
         return measured.known(len(self._specs))[0]
 
     def _apart(self, outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return how far outputs are from what is expected, NaN for those of another kind, and the size of that."""
-        measured, others = Distances(), list[int]()
-        for number, (one, want) in enumerate(zip(outputs, self._expected, strict=True)):
-            if one.dtype is want.dtype and one.shape == want.shape:
-                measured.add(number, one, want)
-            else:
-                others.append(number)
-        off, sizes = measured.known(len(self._specs))
-        off[others] = math.nan
-        return off, sizes
+        """Return how far outputs are from what is expected, and the size of that."""
+        if self._recorded is not None:
+            return self._recorded.apart(outputs)
+        return between(outputs, self._expected).known(len(self._specs))

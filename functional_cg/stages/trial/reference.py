@@ -15,7 +15,7 @@ from ..evaluate import evaluate, quiet
 from ..layouts import laid_out, unsure
 from ..lifetimes import last_uses, peak_bytes, storage_bytes
 from ..passes.fused import at_places, group_size
-from ..plan import AtenPlan, Buffers, lower_aten
+from ..plan import AtenPlan, Buffers, Run, lower_aten
 from ..program import Instr, Program, Var, live, written_storages
 from ..template import calls_of
 from .host_memory import HostMemory
@@ -116,7 +116,7 @@ class Reference:
 
     @cached_property
     def at_once(self) -> int:
-        """Bytes that :meth:`all_outputs` takes at most, or a run beside what it has returned."""
+        """Bytes that :meth:`all_at_once` takes at most, or a run beside what it has returned."""
         schedule, sizes = self._plan.schedule, self._sizes
         outputs = [out.var for out in self.outputs]
         copies = sum(outputs[place].spec.nbytes for place in schedule.cloned)
@@ -125,10 +125,9 @@ class Reference:
         head = peak_bytes(schedule.head, {var.storage for var in outputs}, sizes)
         return max(head + copies, kept + peak) + beside
 
-    def all_outputs(self, buffers: Buffers) -> Sequence[Tensor]:
-        """Run the program once as a plan does, which takes more memory than :meth:`run` and less time."""
-        with quiet():
-            return self._plan.bind(buffers)(())
+    def all_at_once(self, buffers: Buffers) -> Run:
+        """Return what runs the program as a plan does: it takes more memory than :meth:`run`, and less time."""
+        return self._plan.bind(buffers)
 
     def run(
         self,

@@ -21,6 +21,7 @@ from ..evaluate import quiet
 from ..plan import Buffers, ExecutionPlan
 from ..program import Program
 from .judge import Difference, Judge
+from .recorded import Recorded
 from .reference import Output, Reference
 from .variants import KINDS, OVERFLOW, Finite, overflows
 
@@ -182,7 +183,7 @@ class Trial:
         return []
 
     def again(
-        self, space: Space, run: Callable[[], Sequence[Tensor]]
+        self, space: Space, run: Callable[[], Sequence[Tensor]], recorded: Recorded | None = None
     ) -> tuple[Sequence[Tensor], list[Difference]]:
         """Compare what a run makes of the values in the buffers; return its metrics, and the differences.
 
@@ -191,6 +192,7 @@ class Trial:
         Args:
           space: The buffers.
           run: Runs the plan and returns the metrics, which a later run may overwrite.
+          recorded: The comparison, if it is recorded.
         """
         restored = False
 
@@ -199,15 +201,22 @@ class Trial:
             space.reset()
             restored = True
 
-        if self._lacks(space):
+        if recorded is not None:
+            self._judge.expect_recorded(recorded)
+        elif self._lacks(space):
             return run(), []
-        self._judge.expect(space.buffers, on_host=self._on_host)
+        else:
+            self._judge.expect(space.buffers, on_host=self._on_host)
         metrics = run()
         outputs = self._reference.made(metrics, space.buffers.slots)
         found = self._judge.compare(outputs, space.buffers, back)
         self.share = self._judge.share
         refused = self._together(bool(found))
         return (run() if restored and not refused else metrics), found
+
+    def recordable(self, room: int) -> bool:
+        """Whether the comparison of later calls can be recorded within so many bytes on each rank."""
+        return not self._together(bool(self.lacking) or self._reference.at_once > room)
 
     def _kinds(self) -> Sequence[str]:
         return (*KINDS, OVERFLOW) if self._together(overflows(self._reference.program)) else KINDS
@@ -246,8 +255,11 @@ class TrialOfFunctions(Trial):
         self.lacking = 0  # what those of the call needed was there
         return []
 
+    def recordable(self, room: int) -> bool:
+        return False
+
     def again(
-        self, space: Space, run: Callable[[], Sequence[Tensor]]
+        self, space: Space, run: Callable[[], Sequence[Tensor]], recorded: Recorded | None = None
     ) -> tuple[Sequence[Tensor], list[Difference]]:
         found = self._compared(space, times=1.0)
         space.reset()
