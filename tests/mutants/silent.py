@@ -511,4 +511,20 @@ SILENT = (
         ("tests/test_checkpoint.py::test_a_file_is_locked_until_it_has_its_name",),
         no_gpu="it happens on the host",
     ),
+    Mutant(
+        "N227",
+        "a later comparison of a recorded program goes by the distances of an earlier one",
+        (("        self._pair.outputs = outputs\n        self._measure(())\n", ""),),
+        (f"{TRIAL}test_a_compiled_step_that_goes_wrong_later_is_refused_before_its_state_counts[4-cpu]",),
+        no_gpu="a graph has its outputs from when it is recorded",
+    ),
+    Mutant(
+        "N228",
+        "after a refused call the state is the one that a comparison was recorded with",
+        (("            space.keep()\n", ""),),
+        (f"{TRIAL}test_a_compiled_step_that_goes_wrong_later_is_refused_before_its_state_counts[4-cpu]",),
+        gpu=(
+            f"{TRIAL}test_a_compiled_step_that_goes_wrong_later_is_refused_before_its_state_counts[4-cuda]",
+        ),
+    ),
 )
