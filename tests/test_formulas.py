@@ -112,6 +112,33 @@ def test_the_formula_is_that_of_the_op(name: str) -> None:
                     )
 
 
+@pytest.mark.parametrize("device", ["as a GPU", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["aten::_fused_adam", "aten::_fused_adamw"])
+def test_the_betas_of_a_gpu_have_the_dtype_of_its_kernel(
+    name: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a first step a moment is ``1 - beta`` of what it is of, and a parameter moves by the rate."""
+    beta2, place = torch.tensor(0.999, dtype=dtype).double(), "cuda" if device == "cuda" else "cpu"
+    p, g, zero = (
+        torch.tensor(row, dtype=dtype, device=place) for row in ([0.25, 0.5, 0], [3, -0.5, 8], [0] * 3)
+    )
+    named = {"lr": 0.125, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 0.0}
+    args = [[p], [g], [zero], [zero], [], [torch.tensor(1.0, device=place)]]
+    moved = 0.125 * g.sign()
+    if device == "cuda":
+        op = getattr(torch.ops.aten, name.removeprefix("aten::")).default
+        (new,), _, _, (kernels,), *_ = op(*args, **named, amsgrad=False, maximize=False)
+        moved = p - new  # by a power that may differ in the last bit from 0.999
+    else:
+        monkeypatch.setattr("functional_cg.stages.passes.formulas._on_gpu", lambda x: True)
+    (new,), _, _, (nu,), *_ = FORMULAS[name](*args, **named, amsgrad=False, maximize=False)
+    expected = (g.double() ** 2 * (1 - beta2.to(place))).to(dtype)
+    assert torch.equal(nu, expected)
+    assert device != "cuda" or torch.equal(kernels, expected)
+    torch.testing.assert_close(p - new, moved, rtol=2e-6, atol=0.0)
+
+
 @pytest.mark.parametrize("name", ["aten::_fused_adam", "aten::_fused_adamw"])
 def test_a_gradient_that_is_not_finite_moves_nothing(name: str) -> None:
     (args, named), *_ = adam_calls()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_float
 from types import MappingProxyType
 from typing import Any
 
@@ -41,16 +42,20 @@ def _adam(
     """Adam and AdamW, in the operation order of ``torch.optim`` (Kingma & Ba 2015; Loshchilov & Hutter 2019).
 
     After the op's own results comes the list of its scalars: step size and square root of the second bias correction.
+    A kernel of a host computes them in float64. That of a GPU takes the betas, too, in float32, unless the parameters
+    are of float64 (torch 2.11 and later): for 0.999, ``1 - beta2`` is less by 1.3e-5 of it.
     """
     scalars: dict[int, tuple[Tensor, Tensor]] = {}
     out: tuple[list[Tensor], ...] = ([], [], [], [])
     shrink = 1 - lr * weight_decay if decoupled and weight_decay else 1.0
     kept, keeps = (shrink, 1.0) if isinstance(shrink, Tensor) else (None, float(shrink))
+    if any(_is_single(p) for p in params):  # they share a dtype
+        beta1, beta2 = c_float(beta1).value, c_float(beta2).value
     numbers = (beta1, beta2, eps, 0.0 if decoupled else weight_decay, keeps)
     maxima = [[top] for top in max_exp_avg_sqs] or [[]] * len(params)
     for p, g, m, v, top, step in zip(params, grads, exp_avgs, exp_avg_sqs, maxima, state_steps, strict=True):
-        if id(step) not in scalars:  # once per step, in float64, outside of the update kernels
-            count = step.double()
+        if id(step) not in scalars:  # once per step, outside of the update kernels
+            count = step.to(torch.float32 if _is_single(p) else torch.float64)
             both = lr / (1 - beta1**count), (1 - beta2**count).sqrt()
             scalars[id(step)] = both[0].to(_scalar_dtype(p)), both[1].to(_scalar_dtype(p))
         values = (-g if maximize else g, *scalars[id(step)], kept, found_inf)
@@ -58,6 +63,15 @@ def _adam(
             column.append(result)
     news, mus, nus, bounds = out
     return news, list(grads), mus, nus, bounds, [value for pair in scalars.values() for value in pair]
+
+
+def _is_single(param: Tensor) -> bool:
+    """Whether a kernel computes its scalars in float32, too."""
+    return _on_gpu(param) and param.dtype != torch.float64
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
 
 
 def _scalar_dtype(param: Tensor) -> torch.dtype:
