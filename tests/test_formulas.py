@@ -71,10 +71,13 @@ CALLS = {
 def test_each_formula_has_calls() -> None:
     others = {
         "aten::_efficientzerotensor",
+        "aten::huber_loss",
         "aten::index_fill",
         "aten::ldexp",
+        "aten::mse_loss_backward",
         "aten::nextafter",
         "aten::round",
+        "aten::smooth_l1_loss_backward",
         "fcg::normalized",
     }
     assert CALLS.keys() | others == FORMULAS.keys()
@@ -95,6 +98,19 @@ def test_the_next_number_in_half_precision(dtype: torch.dtype) -> None:
     expected = torch.nextafter(x, other)
     same = found.view(torch.int16) == expected.view(torch.int16)
     assert bool((same | (found.isnan() & expected.isnan())).all())
+
+
+@pytest.mark.parametrize("name", ["huber_loss", "mse_loss_backward", "smooth_l1_loss_backward"])
+def test_losses_of_a_gpu_read_all_in_the_dtype_of_the_prediction(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("functional_cg.stages.passes.formulas._on_gpu", lambda x: True)
+    half, target = torch.tensor([0.5, 1, 2]).half(), torch.tensor([0.7, 1.3, 2.1])
+    before, after = ([target], [0]) if "backward" in name else ([], [0])  # a gradient, no mean
+    after += [] if "mse" in name else [0.5]
+    op = getattr(torch.ops.aten, name).default
+    found = FORMULAS[f"aten::{name}"](*before, half, target, *after)
+    assert torch.equal(found, op(*(one.half() for one in before), half, target.half(), *after))
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -176,8 +176,25 @@ def _round(x: Tensor, *, decimals: int = 0) -> Tensor:
         return x.round()
     power = torch.tensor(10.0 ** abs(decimals), dtype=x.dtype).item()
     scaled = x * power if decimals > 0 else x / power
-    scaled = _rounded(scaled) if x.is_cuda else scaled
+    scaled = _rounded(scaled) if _on_gpu(x) else scaled
     return scaled.round() / power if decimals > 0 else scaled.round() * power
+
+
+def _as_predicted(op: Any, place: int) -> Callable[..., Any]:
+    """Return a loss, or its gradient, as torch's kernels: that of a GPU reads all in the dtype of the prediction.
+
+    Args:
+      op: The op.
+      place: Which of its arguments is the prediction.
+    """
+
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        if _on_gpu(args[place]):
+            dtype = args[place].dtype
+            args = tuple(arg.to(dtype) if isinstance(arg, Tensor) else arg for arg in args)
+        return op(*args, **kwargs)
+
+    return loss
 
 
 def _nextafter(x: Tensor, other: Tensor) -> Tensor:
@@ -202,10 +219,13 @@ FORMULAS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "aten::_fused_adamw": _adam_decoupled,
         "aten::_fused_sgd": _sgd,
         "aten::_fused_adagrad": _adagrad,
+        "aten::huber_loss": _as_predicted(torch.ops.aten.huber_loss.default, 0),
         "aten::index_fill": _index_fill,
         "aten::ldexp": _ldexp,
+        "aten::mse_loss_backward": _as_predicted(torch.ops.aten.mse_loss_backward.default, 1),
         "aten::nextafter": _nextafter,
         "aten::round": _round,
+        "aten::smooth_l1_loss_backward": _as_predicted(torch.ops.aten.smooth_l1_loss_backward.default, 1),
         "fcg::normalized": apply_statistics,
     }
 )
