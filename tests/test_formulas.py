@@ -71,10 +71,13 @@ CALLS = {
 def test_each_formula_has_calls() -> None:
     others = {
         "aten::_efficientzerotensor",
+        "aten::huber_loss",
         "aten::index_fill",
         "aten::ldexp",
+        "aten::mse_loss_backward",
         "aten::nextafter",
         "aten::round",
+        "aten::smooth_l1_loss_backward",
         "fcg::normalized",
     }
     assert CALLS.keys() | others == FORMULAS.keys()
@@ -97,6 +100,19 @@ def test_the_next_number_in_half_precision(dtype: torch.dtype) -> None:
     assert bool((same | (found.isnan() & expected.isnan())).all())
 
 
+@pytest.mark.parametrize("name", ["huber_loss", "mse_loss_backward", "smooth_l1_loss_backward"])
+def test_losses_of_a_gpu_read_all_in_the_dtype_of_the_prediction(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("functional_cg.stages.passes.formulas._on_gpu", lambda x: True)
+    half, target = torch.tensor([0.5, 1, 2]).half(), torch.tensor([0.7, 1.3, 2.1])
+    before, after = ([target], [0]) if "backward" in name else ([], [0])  # a gradient, no mean
+    after += [] if "mse" in name else [0.5]
+    op = getattr(torch.ops.aten, name).default
+    found = FORMULAS[f"aten::{name}"](*before, half, target, *after)
+    assert torch.equal(found, op(*(one.half() for one in before), half, target.half(), *after))
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_the_formula_is_that_of_the_op(name: str) -> None:
     """All but the gradients, which the ops give back as they use them, and moments where there are none."""
@@ -110,6 +126,33 @@ def test_the_formula_is_that_of_the_op(name: str) -> None:
                     torch.testing.assert_close(
                         ours, theirs, rtol=1e-7, atol=1e-7, msg=f"{name} {place} {named}"
                     )
+
+
+@pytest.mark.parametrize("device", ["as a GPU", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["aten::_fused_adam", "aten::_fused_adamw"])
+def test_the_betas_of_a_gpu_have_the_dtype_of_its_kernel(
+    name: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a first step a moment is ``1 - beta`` of what it is of, and a parameter moves by the rate."""
+    beta2, place = torch.tensor(0.999, dtype=dtype).double(), "cuda" if device == "cuda" else "cpu"
+    p, g, zero = (
+        torch.tensor(row, dtype=dtype, device=place) for row in ([0.25, 0.5, 0], [3, -0.5, 8], [0] * 3)
+    )
+    named = {"lr": 0.125, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 0.0}
+    args = [[p], [g], [zero], [zero], [], [torch.tensor(1.0, device=place)]]
+    moved = 0.125 * g.sign()
+    if device == "cuda":
+        op = getattr(torch.ops.aten, name.removeprefix("aten::")).default
+        (new,), _, _, (kernels,), *_ = op(*args, **named, amsgrad=False, maximize=False)
+        moved = p - new  # by a power that may differ in the last bit from 0.999
+    else:
+        monkeypatch.setattr("functional_cg.stages.passes.formulas._on_gpu", lambda x: True)
+    (new,), _, _, (nu,), *_ = FORMULAS[name](*args, **named, amsgrad=False, maximize=False)
+    expected = (g.double() ** 2 * (1 - beta2.to(place))).to(dtype)
+    assert torch.equal(nu, expected)
+    assert device != "cuda" or torch.equal(kernels, expected)
+    torch.testing.assert_close(p - new, moved, rtol=2e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("name", ["aten::_fused_adam", "aten::_fused_adamw"])

@@ -196,6 +196,17 @@ def test_numbers_and_dtypes_are_those_of_torchs_kernels(
                 assert torch.equal(mine, theirs)
 
 
+def test_a_loss_on_a_gpu_reads_its_target_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler keeps the cast, although the loss is computed in single precision."""
+    monkeypatch.setattr("functional_cg.stages.passes.formulas._on_gpu", lambda x: True)
+    x = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    found = fcg.graph_fn(lambda *pair: torch.ops.aten.huber_loss(*pair, 0, 0.5), lowering="inductor")
+    half, target = x.half(), x * 2
+    whole = torch.ops.aten.huber_loss(half.float(), target.half().float(), 0, 0.5)
+    assert torch.equal(found(half, target), whole.half())
+    assert not torch.equal(whole.half(), torch.ops.aten.huber_loss(half, target, 0, 0.5))
+
+
 @pytest.mark.parametrize("clip", [False, True])
 @compiled
 def test_a_loss_scale_sees_what_overflows(compiled_on: str, clip: bool) -> None:

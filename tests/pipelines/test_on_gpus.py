@@ -5,7 +5,6 @@ What needs no GPU is rehearsed on gloo in the profile ``thorough``.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -86,30 +85,28 @@ def trained_long(run: Run, axes: Mapping[str, int], device: str, calls: int) -> 
         else (step(state, batches[0]), Counter[str]())
     )
     found = dict(sharding.state_dict(state))
-    start = time.perf_counter()
     step.close()
     if dist.is_initialized():
         end_groups()
-    return found, starting_with(seen, ("cudaGraphLaunch", "cuGraphLaunch")), time.perf_counter() - start
+    return found, starting_with(seen, ("cudaGraphLaunch", "cuGraphLaunch"))
 
 
 @places
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_thousands_of_replays_are_a_launch_each_and_end_at_once(
-    schedule: str, ranks: int, device: str
-) -> None:
-    """With the bits of one rank; without what fits learning rates alone, a state stays finite for so long."""
+def test_thousands_of_replays_are_a_launch_each_and_end(schedule: str, ranks: int, device: str) -> None:
+    """With the bits of one rank; without what fits learning rates alone, a state stays finite for so long.
+
+    That groups end side by side is a test of groups; here none may wait for a capture, which would take for ever.
+    """
     run, calls = (
         replace(of_stages(schedule, ranks), features=("tied", "clip")),
         2000 if device == "cuda" else 40,
     )
-    expected, _, _ = trained_long(run, ONE, device, calls)
+    expected, _ = trained_long(run, ONE, device, calls)
     assert all(leaf.isfinite().all() for leaf in expected.values())
     found = on_ranks(ranks, trained_long, run, {"stage": ranks}, device, calls, device=device, timeout=120.0)
     assert_trees_all_equal(found[0][0], expected)
-    for _, launches, seconds in found:
-        assert launches == (1 if device == "cuda" else 0)
-        assert seconds < 1.0
+    assert [launches for _, launches in found] == [1 if device == "cuda" else 0] * ranks
 
 
 def held_and_counted(job: Job) -> tuple[float, float]:

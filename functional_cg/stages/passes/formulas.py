@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_float
 from types import MappingProxyType
 from typing import Any
 
@@ -41,16 +42,20 @@ def _adam(
     """Adam and AdamW, in the operation order of ``torch.optim`` (Kingma & Ba 2015; Loshchilov & Hutter 2019).
 
     After the op's own results comes the list of its scalars: step size and square root of the second bias correction.
+    A kernel of a host computes them in float64. That of a GPU takes the betas, too, in float32, unless the parameters
+    are of float64 (torch 2.11 and later): for 0.999, ``1 - beta2`` is less by 1.3e-5 of it.
     """
     scalars: dict[int, tuple[Tensor, Tensor]] = {}
     out: tuple[list[Tensor], ...] = ([], [], [], [])
     shrink = 1 - lr * weight_decay if decoupled and weight_decay else 1.0
     kept, keeps = (shrink, 1.0) if isinstance(shrink, Tensor) else (None, float(shrink))
+    if any(_is_single(p) for p in params):  # they share a dtype
+        beta1, beta2 = c_float(beta1).value, c_float(beta2).value
     numbers = (beta1, beta2, eps, 0.0 if decoupled else weight_decay, keeps)
     maxima = [[top] for top in max_exp_avg_sqs] or [[]] * len(params)
     for p, g, m, v, top, step in zip(params, grads, exp_avgs, exp_avg_sqs, maxima, state_steps, strict=True):
-        if id(step) not in scalars:  # once per step, in float64, outside of the update kernels
-            count = step.double()
+        if id(step) not in scalars:  # once per step, outside of the update kernels
+            count = step.to(torch.float32 if _is_single(p) else torch.float64)
             both = lr / (1 - beta1**count), (1 - beta2**count).sqrt()
             scalars[id(step)] = both[0].to(_scalar_dtype(p)), both[1].to(_scalar_dtype(p))
         values = (-g if maximize else g, *scalars[id(step)], kept, found_inf)
@@ -58,6 +63,15 @@ def _adam(
             column.append(result)
     news, mus, nus, bounds = out
     return news, list(grads), mus, nus, bounds, [value for pair in scalars.values() for value in pair]
+
+
+def _is_single(param: Tensor) -> bool:
+    """Whether a kernel computes its scalars in float32, too."""
+    return _on_gpu(param) and param.dtype != torch.float64
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
 
 
 def _scalar_dtype(param: Tensor) -> torch.dtype:
@@ -162,8 +176,25 @@ def _round(x: Tensor, *, decimals: int = 0) -> Tensor:
         return x.round()
     power = torch.tensor(10.0 ** abs(decimals), dtype=x.dtype).item()
     scaled = x * power if decimals > 0 else x / power
-    scaled = _rounded(scaled) if x.is_cuda else scaled
+    scaled = _rounded(scaled) if _on_gpu(x) else scaled
     return scaled.round() / power if decimals > 0 else scaled.round() * power
+
+
+def _as_predicted(op: Any, place: int) -> Callable[..., Any]:
+    """Return a loss, or its gradient, as torch's kernels: that of a GPU reads all in the dtype of the prediction.
+
+    Args:
+      op: The op.
+      place: Which of its arguments is the prediction.
+    """
+
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        if _on_gpu(args[place]):
+            dtype = args[place].dtype
+            args = tuple(arg.to(dtype) if isinstance(arg, Tensor) else arg for arg in args)
+        return op(*args, **kwargs)
+
+    return loss
 
 
 def _nextafter(x: Tensor, other: Tensor) -> Tensor:
@@ -188,10 +219,13 @@ FORMULAS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "aten::_fused_adamw": _adam_decoupled,
         "aten::_fused_sgd": _sgd,
         "aten::_fused_adagrad": _adagrad,
+        "aten::huber_loss": _as_predicted(torch.ops.aten.huber_loss.default, 0),
         "aten::index_fill": _index_fill,
         "aten::ldexp": _ldexp,
+        "aten::mse_loss_backward": _as_predicted(torch.ops.aten.mse_loss_backward.default, 1),
         "aten::nextafter": _nextafter,
         "aten::round": _round,
+        "aten::smooth_l1_loss_backward": _as_predicted(torch.ops.aten.smooth_l1_loss_backward.default, 1),
         "fcg::normalized": apply_statistics,
     }
 )
