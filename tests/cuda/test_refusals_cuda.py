@@ -135,6 +135,7 @@ def test_failed_capture_leaves_everything_usable():
     assert not torch.cuda.is_current_stream_capturing()
     assert state.generation == 0
     assert same(fcg.snapshot(state), before)
+    torch.rand(3, device=DEVICE)
     state, total = step(state, None)
     assert total == 3.0
     assert state["w"].tolist() == [1.0, 2.0, 3.0]
