@@ -45,6 +45,11 @@ def test_the_gradient_is_that_of_torch(
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize(("shape", "dim"), [((0,), 0), ((3, 0), 1), ((0, 3), 1), ((0, 3), 0)])
+def test_of_no_entries_the_gradient_has_none(shape: tuple[int, ...], dim: int) -> None:
+    assert gradient(cumprod, torch.empty(shape), dim, torch.empty(shape)).shape == shape
+
+
 @pytest.mark.parametrize("zeros", [0, 2])
 def test_the_second_derivative_is_that_of_torch(zeros: int) -> None:
     values = torch.randn(3, 4, dtype=torch.float64)

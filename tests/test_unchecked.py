@@ -55,6 +55,11 @@ CALLS: dict[str, tuple[Callable[[Tensor], Any], Tensor, bool]] = {
         X,
         False,
     ),
+    "a mask of places that are out of range": (
+        lambda m: torch.ops.aten._unsafe_masked_index(TABLE[:, 0], m, [torch.arange(1000)], 0.0),
+        torch.arange(1000) < 5,
+        False,
+    ),
     "a divisor": (lambda n: 7 // n, IDS, False),
     "a remainder": (lambda n: torch.tensor(7) % (n + 1), IDS, False),
     "a divisor that is no integer": (lambda x: 7 // x, X, True),

@@ -95,6 +95,24 @@ def test_literals_are_moved_once():
         assert out.tolist() == [0.0, 2.0, 6.0]
 
 
+def test_a_kernel_that_is_no_op_is_refused_before_it_is_launched():
+    double = torch.cuda.jiterator._create_jit_fn("template <typename T> T doubled(T x) { return x + x; }")
+    assert_refused_on_cuda(
+        metric(lambda s, b: double(b["x"])),
+        fcg.CaptureError,
+        r"launches a kernel of `torch\.cuda\.jiterator`",
+    )
+
+    @torch.library.custom_op("fcg_tests::jiterated", mutates_args=())
+    def op(x: torch.Tensor) -> torch.Tensor:
+        return double(x)
+
+    op.register_fake(torch.empty_like)
+    state = fcg.place({"w": torch.arange(3.0)}, DEVICE)
+    step = fcg.graph_step(lambda s, b: (s, op(s["w"])), lowering="aten")
+    assert all(step(state, None)[1].tolist() == [0.0, 2.0, 4.0] for _ in range(3))
+
+
 def test_failed_capture_leaves_everything_usable():
     state = fcg.place(fcg.snapshot(a_state()), DEVICE)
     before = fcg.snapshot(state)
@@ -117,6 +135,7 @@ def test_failed_capture_leaves_everything_usable():
     assert not torch.cuda.is_current_stream_capturing()
     assert state.generation == 0
     assert same(fcg.snapshot(state), before)
+    torch.rand(3, device=DEVICE)
     state, total = step(state, None)
     assert total == 3.0
     assert state["w"].tolist() == [1.0, 2.0, 3.0]

@@ -640,3 +640,31 @@ def test_running_statistics_in_the_state_are_returned_not_written():
         match=r"writes in place into `s\[(.|\n)*\nTo fix: make the Net a pure(.|\n)*from_module",
     ):
         fcg.graph_step(step)(state, a_batch())
+
+
+DOUBLED = torch.cuda.jiterator._create_jit_fn("template <typename T> T doubled(T x) { return x + x; }")
+# Memory for the result first, then the launch: as torch's C code does it, which no op tells of.
+LAUNCH = "def launch(*given):\n    out = torch.empty(given[4][0].shape)\n    launched.append(given[1])\n    return out"
+
+
+def doubled(s, b):
+    return DOUBLED(b["x"])
+
+
+def test_a_kernel_that_is_no_op_is_refused_before_it_is_launched(monkeypatch):
+    launched: list[str] = []
+    of_torch = {"__name__": "torch._C", "torch": torch, "launched": launched}
+    exec(compile(LAUNCH, torch.__file__, "exec"), of_torch)
+    monkeypatch.setattr(DOUBLED, "is_cuda_available", True)
+    monkeypatch.setattr(
+        torch._C, "_cuda_jiterator_compile_and_launch_kernel", of_torch["launch"], raising=False
+    )
+    assert_refused(
+        metric(doubled),
+        CaptureError,
+        r"launches a kernel of `torch.cuda.jiterator`, at test_tensors.py",
+        where=doubled,
+    )
+    assert not launched
+    assert DOUBLED(torch.ones(3)).shape == (3,)
+    assert launched == ["doubled"]

@@ -184,6 +184,7 @@ class CUDABackend:
                 del walls
         except BaseException as error:
             _abandon(graph, self._pool, self._device)
+            _let_draw(self._streams[1])
             _free_workspaces()
             self._pool = torch.cuda.graph_pool_handle()  # torch 2.11 considers the old one in use forever
             self._in_use = False
@@ -324,6 +325,20 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> No
     except RuntimeError:
         return  # the capture ended properly: its memory was freed with the graph
     torch._C._cuda_releasePool(device.index, pool)
+
+
+def _let_draw(stream: torch.cuda.Stream) -> None:
+    """Take the device's generator out of a capture that failed, by one that ends: torch 2.11 leaves it there.
+
+    Until then each draw on that device would raise, in the whole process.
+    """
+    with (
+        contextlib.suppress(RuntimeError),  # a failed device; the original error is on its way
+        no_garbage_collection(),
+        _empty_graphs_are_fine(),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"),
+    ):
+        pass
 
 
 def _free_workspaces() -> None:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.cuda import jiterator
 
 from ...ambient.kernel_modes import KernelModes
 from ...ambient.setting import refuse_anomaly_mode
@@ -28,7 +29,7 @@ from ...errors import (
     SideEffectError,
 )
 from ...messages.libraries import copy_fix, in_place_fix, keyed_fix, sync_fix
-from ...messages.source import at_here, here, user_frame
+from ...messages.source import at_here, here, is_user_file, user_frame
 from ...nn.refusals import registered_fix
 from ...pytree.trees import opened
 from ...state.arena import BufferSpec
@@ -51,6 +52,9 @@ _BETWEEN_RANKS = frozenset({"c10d", "symm_mem"})
 _COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
 # Their offsets count from the start of the storage, which for a leaf is the start of its slab.
 _FROM_THE_STORAGE = frozenset({"aten::as_strided_", "aten::as_strided_copy", "aten::as_strided_scatter"})
+# Calls C code that makes memory for its results by these ops, and then launches a kernel that is no op.
+_JITERATED = jiterator._JittedFunction.__call__.__code__  # private; test_tensors notices a change
+_MEMORY = frozenset({"aten::empty", "aten::empty_strided"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class _Facts:
     may_write: bool
     may_move: bool
     counts_from_the_storage: bool
+    makes_memory: bool
 
 
 def _in_a_debugger(frame: FrameType | None) -> bool:
@@ -81,6 +86,15 @@ def _torch_optimizer(frame: FrameType | None) -> str:
             return "" if frame.f_code.co_name == "zero_grad" else type(owner).__name__
         frame = frame.f_back
     return ""
+
+
+def _jiterated(frame: FrameType | None) -> bool:
+    """Whether ``torch.cuda.jiterator`` makes an op, which it does for the memory of its results."""
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        if frame.f_code is _JITERATED:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def host_sync(function: str, reason: str, row: str, fix: str) -> HostSyncError:
@@ -164,6 +178,8 @@ class Rules:
             self._check_move(func, args, kwargs)
         if facts.counts_from_the_storage and storage_key(args[0]) in self._protected:
             raise self._from_the_storage(func)
+        if facts.makes_memory and _jiterated(sys._getframe()):
+            raise self._launched_directly()
         written = written_arguments(func, args, kwargs) if facts.may_write else []
         self.places.check(func, args, kwargs, written)
         for tensor in written:
@@ -209,6 +225,14 @@ class Rules:
             why="It counts from the beginning of a storage, and in a replay a leaf begins elsewhere in its own.",
             fix="read by `torch.as_strided(x, ...).clone()`; write by `y = x.clone()` and "
             "`torch.as_strided(y, ...).copy_(z)`.",
+        )
+
+    def _launched_directly(self) -> CaptureError:
+        return CaptureError.of(
+            self._function,
+            f"launches a kernel of `torch.cuda.jiterator`{at_here()}.",
+            why="It is no op: a trace would launch it, on tensors without memory, and a replay could not.",
+            fix="say it in ops of torch; or call it in an op of your own, `torch.library.custom_op`.",
         )
 
     def _between_ranks(self, func: Any) -> CaptureError:
@@ -392,6 +416,7 @@ def _facts(func: Any) -> _Facts:
         may_write=func._schema.is_mutable or "batch_norm" in name,
         may_move=name in {"aten::_to_copy", "aten::copy_"},
         counts_from_the_storage=name in _FROM_THE_STORAGE,
+        makes_memory=name in _MEMORY,
     )
 
 

@@ -54,7 +54,7 @@ class _Cumprod(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         values, products = ctx.saved_tensors
         grad = grad.to(values.dtype)
-        if values.shape[ctx.dim] == 1:
+        if values.shape[ctx.dim] <= 1:  # of no entries, none is the first zero
             return grad, None, None
         if torch.is_grad_enabled():  # the formula below is not the one to differentiate again
             again = _cumprod(values, ctx.dim)
