@@ -71,6 +71,12 @@ class Distances:
         """Measure all that waits, without waiting for the GPU."""
         for group in self._waiting:
             self._measure(group)
+        together: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
+        for numbers, norms in self._measured:  # read at once
+            all_numbers, all_norms = together.setdefault(norms.device, ([], []))
+            all_numbers.extend(numbers)
+            all_norms.append(norms)
+        self._measured = [(numbers, torch.cat(norms, 1)) for numbers, norms in together.values()]
 
     def _measure(self, group: tuple[torch.device, bool]) -> None:
         waiting = self._waiting[group][:]
