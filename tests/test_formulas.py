@@ -108,7 +108,7 @@ def test_the_formula_is_that_of_the_op(name: str) -> None:
             if place != gradients and column and args[place]:
                 for ours, theirs in zip(got[place], column, strict=True):
                     torch.testing.assert_close(
-                        ours, theirs, rtol=1e-7, atol=1e-7, msg=f"{name} {place} {named}"
+                        ours, theirs, rtol=1e-12, atol=1e-12, msg=f"{name} {place} {named}"
                     )
 
 
