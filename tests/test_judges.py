@@ -56,8 +56,38 @@ def test_the_page_has_every_reason() -> None:
     ]
     text = page(rows, {("OpInfo", "2"): 700})
     assert "| OpInfo | cpu | 2 | aten | 2 of 700 | 0 (1) | 0 (0) | 0 (0) | 0 (0) | 1 (1) | 1 (1) |" in text
-    assert "| OpInfo | off | `sin float32[0]` |" in text
-    assert "| OpInfo | no \\| yes | `cos` |" in text
+    assert "| OpInfo | off | `sin float32[0]` | everywhere |" in text
+    assert "| OpInfo | no \\| yes | `cos` | everywhere |" in text
+
+
+def test_the_page_names_few_cases_of_a_reason() -> None:
+    rows = [
+        Row("OpInfo", f"op {number}", "aten", device, "2").add(
+            [Verdict("refused", "", f"off by {number}e-3")]
+        )
+        for number, device in enumerate(["cpu"] * 9 + ["cuda"])
+    ]
+    rows.append(
+        Row("OpInfo", "left out: no", "aten", "cpu", "2").add([Verdict("not run", "a test", "a test: no")])
+    )
+    text = page(rows, {})
+    named = ", ".join(f"`op {number}`" for number in range(6))
+    assert f"| OpInfo | off by 0e-3 | {named} and 4 more | everywhere |" in text
+    assert "| OpInfo | no | `a test` | cpu aten |" in text
+
+
+def test_what_cancels_is_as_far_as_its_terms_round() -> None:
+    residue, other = torch.tensor([2e-17, -3e-17]), torch.tensor([4e-17, 1e-17])
+    assert compare(residue, other).outcome == "DIFFERS"
+    assert compare(residue, other, near=lambda: other * -1).outcome == "rounded"
+    assert compare(residue + 1e-3, other, near=lambda: other * -1).outcome == "DIFFERS"
+
+
+def test_a_miscompiled_step_is_refused_only_where_the_reason_is_known() -> None:
+    why = "gradient: MiscompileError: `op`: what the compiler made of it computes something else"
+    for case, outcome in (("nn.functional.upsample_nearest", "refused"), ("sin", "DIFFERS")):
+        row = Row("OpInfo", case, "inductor", "cuda").add([Verdict("DIFFERS", "float32[7]", why)])
+        assert row.outcome == outcome
 
 
 def test_ops_are_as_eager() -> None:

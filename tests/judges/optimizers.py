@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import functional_cg as fcg
 from functional_cg import optim
@@ -56,7 +57,7 @@ def _configuration(
     case: str, name: str, hyper: dict[str, Any], lowering: str, device: str
 ) -> Iterator[Verdict]:
     cls = getattr(torch.optim, case)
-    hyper = {key: float(value) if isinstance(value, Tensor) else value for key, value in hyper.items()}
+    hyper = tree_map_only(Tensor, float, hyper)
     makers: dict[str, Callable[[dict[str, Any]], Any]] = {"from_torch": lambda h: optim.from_torch(cls, **h)}
     if case in NATIVE and not (hyper.get("dampening")):
         makers["ours"] = NATIVE[case]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tests.judges.judges import JUDGES
-from tests.judges.rows import Row
+from tests.judges.rows import Row, Verdict, first_line
 
 __all__ = ["Worker", "read", "run", "work"]
 
@@ -174,7 +174,12 @@ def work(device: str) -> None:
     os.dup2(2, 1)  # what ops print is no answer
     for line in sys.stdin:
         name, case, lowering = json.loads(line)
-        for row in JUDGES[name].run(case, lowering, device):
+        try:
+            for row in JUDGES[name].run(case, lowering, device):
+                answers.write(json.dumps(row.as_dict()) + "\n")
+        except Exception as error:  # such as of a device that the case has made unusable
+            why = f"{type(error).__name__}: {first_line(error)}"
+            row = Row(JUDGES[name].JUDGE, case, lowering, device).add([Verdict("DIFFERS", "", why)])
             answers.write(json.dumps(row.as_dict()) + "\n")
         alive = device != "cuda" or _usable()
         answers.write(f"{json.dumps(alive)}\n")
@@ -184,8 +189,9 @@ def work(device: str) -> None:
 
 
 def _usable() -> bool:
-    """Whether the CUDA context has survived the case; frees its memory."""
+    """Whether the device, and its generator, have survived the case; frees its memory."""
     try:
+        torch.rand(1, device="cuda")
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     except RuntimeError:

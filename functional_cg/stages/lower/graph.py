@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -264,7 +265,22 @@ def _target(instr: Instr, written: Collection[int]) -> Callable[..., Any]:
         return torch.ops.aten.reshape.default
     if name == "fcg::random_bits" and not _draws_in_bulk(instr):
         return decompose_random_bits
+    if name.endswith("_") and name[:-1] in FORMULAS and instr.writes == (instr.out,):
+        return _in_place(name[:-1])
     return division_of(instr) or FORMULAS.get(name, instr.op)
+
+
+@cache
+def _in_place(name: str) -> Callable[..., Tensor]:
+    """Return the formula for an op as one for the op that writes over its first argument."""
+    formula = FORMULAS[name]
+
+    def written(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        x.copy_(formula(x, *args, **kwargs))
+        return x
+
+    written.__name__ = f"{formula.__name__}_in_place"
+    return written
 
 
 def _with_floats(instr: Instr) -> tuple[Any, ...]:

@@ -126,12 +126,12 @@ def _adagrad(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> tuple[list[Tensor], ...]:
-    """Adagrad (Duchi et al. 2011), as in ``torch.optim.Adagrad``."""
+    """Adagrad (Duchi et al. 2011), as in ``torch.optim.Adagrad``; the step is counted in float32."""
     results = [
         update(
             "adagrad",
             (p, total),
-            (-g if maximize else g, lr / (1 + (step - 1) * lr_decay)),
+            (-g if maximize else g, (lr / (1 + (step.double() - 1) * lr_decay)).to(_scalar_dtype(p))),
             (weight_decay, eps),
         )
         for p, g, total, step in zip(params, grads, state_sums, state_steps, strict=True)

@@ -19,7 +19,7 @@ __all__ = ["Unchecked"]
 
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 # Prefixes of ops that check numbers of any dtype (probabilities, a nonnegative scale, a matrix to be decomposed), or
-# that read where these say: a sample of an image at NaN ends the process on a host, and so may what a mask lets through.
+# that read where these say: a sample of an image at NaN ends the process on a host, as may what a mask lets through.
 _STRICT = (
     "multinomial",
     "bernoulli",
