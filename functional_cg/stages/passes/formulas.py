@@ -55,8 +55,10 @@ def _adam(
     maxima = [[top] for top in max_exp_avg_sqs] or [[]] * len(params)
     for p, g, m, v, top, step in zip(params, grads, exp_avgs, exp_avg_sqs, maxima, state_steps, strict=True):
         if id(step) not in scalars:  # once per step, outside of the update kernels
-            count = step.to(torch.float32 if _is_single(p) else torch.float64)
-            both = lr / (1 - beta1**count), (1 - beta2**count).sqrt()
+            # Right to the last bit: a power of 0.999 that is off by one is 6e-5 of its distance from 1.
+            powers = [beta ** step.double() for beta in (beta1, beta2)]
+            first, second = (1 - (one.float() if _is_single(p) else one) for one in powers)
+            both = lr / first, second.sqrt()
             scalars[id(step)] = both[0].to(_scalar_dtype(p)), both[1].to(_scalar_dtype(p))
         values = (-g if maximize else g, *scalars[id(step)], kept, found_inf)
         for column, result in zip(out, update("adam", (p, m, v, *top), values, numbers), strict=False):
