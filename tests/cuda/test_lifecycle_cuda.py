@@ -258,14 +258,15 @@ def test_deleting_with_a_replay_in_flight(lowering: Any, how: str) -> None:
 
 @lowerings
 def test_two_trainers_interleaved_equal_two_alone(lowering: Any) -> None:
+    """In one line: lanes are chosen by a measurement, which other work on the device disturbs."""
     runs = []
     for seed in (0, 1):
-        step, state = fcg.graph_step(mlp_step, lowering=lowering), mlp_state(seed=seed)
+        step, state = fcg.graph_step(mlp_step, lowering=lowering, branches=1), mlp_state(seed=seed)
         for i in range(CALLS):
             state, _ = step(state, mlp_batch(i + 100 * seed))
         runs.append(fcg.snapshot(state))
         step.close()
-    steps = [fcg.graph_step(mlp_step, lowering=lowering) for _ in range(2)]
+    steps = [fcg.graph_step(mlp_step, lowering=lowering, branches=1) for _ in range(2)]
     states = [mlp_state(seed=seed) for seed in (0, 1)]
     for i in range(CALLS):
         for seed in (0, 1):
