@@ -78,9 +78,22 @@ def test_each_formula_has_calls() -> None:
         "aten::nextafter",
         "aten::round",
         "aten::smooth_l1_loss_backward",
+        "aten::soft_margin_loss_backward",
         "fcg::normalized",
     }
     assert CALLS.keys() | others == FORMULAS.keys()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_small_gradient_of_a_soft_margin_is_as_precise_as_a_large_one(reduction: str) -> None:
+    x, target = torch.linspace(-16, 16, 33), torch.tensor([1.0, -1.0, 1.0]).repeat(11)
+
+    def gradient(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = torch.nn.functional.soft_margin_loss
+        return fcg.grad(lambda x: loss(x, target, reduction=reduction).sum())(x)
+
+    found = fcg.graph_fn(gradient, lowering="inductor")(x, target)
+    torch.testing.assert_close(found, gradient(x, target), rtol=1e-6, atol=0)
 
 
 def test_a_zero_tangent_has_memory() -> None:

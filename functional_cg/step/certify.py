@@ -133,6 +133,8 @@ class Certified:
         with held_back(), _apart(turn.torn() for turn in {arena.turn for arena in self._arenas}):
             metrics = self._compared()
             uninterrupted(before)  # the slots hold the new state from here on
+        if self._recorded is None and _device(self._buffers).type == "cuda":
+            torch.cuda.empty_cache()  # what the comparison took goes back to the device
         return metrics
 
     def _compared(self) -> Sequence[Tensor]:

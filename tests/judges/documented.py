@@ -136,11 +136,25 @@ DOCUMENTED = (
     ),
     Difference(
         "OpInfo",
-        "native_batch_norm",
+        r"nn\.functional\.avg_pool1d",
         MISCOMPILED,
-        "a zero gradient, from terms that cancel inside of one op: the first call cannot tell how they round",
+        "torch's compiler divides the last window's gradient by too much with `ceil_mode` (torch 2.11 and 2.13)",
         where="float32.*",
         outcome="refused",
+    ),
+    Difference(
+        "OpInfo",
+        r"nn\.functional\.normalize",
+        r"values differ by \d\.\de-07, .*",
+        "the gradient of a number divided by itself is zero, from two terms that cancel up to rounding",
+        where="float32.* gradient 0",
+    ),
+    Difference(
+        "OpInfo",
+        r"torch\.ops\.aten\._(flash|efficient)_attention_forward",
+        "other values of an exact dtype|RuntimeError: Expected all tensors to be on the same device.*",
+        "without dropout nobody writes the seed that it returns, and that of one kernel lies on the host",
+        device="cuda",
     ),
     Difference(
         "JAX donation",

@@ -20,6 +20,9 @@ __all__ = ["FORMULAS", "WITH_SCALARS"]
 WITH_SCALARS = frozenset({"aten::_fused_adam", "aten::_fused_adamw"})
 
 
+_MEAN = 1  # torch's number for a loss that is a mean
+
+
 def _adam(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -199,6 +202,13 @@ def _as_predicted(op: Any, place: int) -> Callable[..., Any]:
     return loss
 
 
+def _soft_margin_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int) -> Tensor:
+    """As torch's kernels; its compiler subtracts 1 from a sigmoid, which loses a small gradient."""
+    power = _rounded(_rounded(-target * x).exp())
+    scaled = _rounded(_rounded(target * power) * (-1.0 / x.numel() if reduction == _MEAN else -1.0))
+    return _rounded(scaled / _rounded(power + 1)) * grad
+
+
 def _nextafter(x: Tensor, other: Tensor) -> Tensor:
     """As torch's kernels; its compiler takes the next number of single precision, which rounds back to ``x``.
 
@@ -228,6 +238,7 @@ FORMULAS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "aten::nextafter": _nextafter,
         "aten::round": _round,
         "aten::smooth_l1_loss_backward": _as_predicted(torch.ops.aten.smooth_l1_loss_backward.default, 1),
+        "aten::soft_margin_loss_backward": _soft_margin_loss_backward,
         "fcg::normalized": apply_statistics,
     }
 )

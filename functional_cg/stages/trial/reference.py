@@ -19,7 +19,7 @@ from ..plan import AtenPlan, Buffers, Run, lower_aten
 from ..program import Instr, Program, Var, live, written_storages
 from ..template import calls_of
 from .host_memory import HostMemory
-from .ulps import Shaker, decides
+from .ulps import Shaker, copies_arguments
 from .unchecked import Unchecked
 
 __all__ = ["Output", "Reference", "Watch"]
@@ -289,8 +289,8 @@ def _leaf_by_leaf(instr: Instr) -> list[Instr]:
 
 
 def _copied(instr: Instr) -> int:
-    """Return the extra bytes that a shaker takes for a call: it perturbs copies of a deciding call's arguments."""
-    return sum(var.spec.nbytes for var in set(instr.inputs())) if decides(instr) else 0
+    """Return the extra bytes that a shaker takes for a call: it perturbs copies of some arguments."""
+    return sum(var.spec.nbytes for var in set(instr.inputs())) if copies_arguments(instr) else 0
 
 
 def _assigned(out: object, value: object) -> Iterable[tuple[Var, Tensor]]:

@@ -30,7 +30,7 @@ from torch import Tensor
 from ...tensors.ulps import AWAY_FROM_ZERO, DOWN, MOVABLE, TO_ZERO, UP, move
 from ..program import Instr, Var
 
-__all__ = ["Shaker", "decides"]
+__all__ = ["Shaker", "copies_arguments"]
 
 _WIDE = MappingProxyType({torch.bfloat16: torch.float32, torch.float16: torch.float32})
 _MOST_NARROW = 8  # ulps of a 16-bit dtype: more would change the number too much
@@ -44,6 +44,11 @@ _MOVES = frozenset(
 _DECIDES = frozenset(
     """lt le gt ge eq ne argmax argmin topk sort floor ceil round trunc sign frac fmod remainder floor_divide
     bucketize searchsorted max min argsort isnan isinf isfinite logical_not logical_and logical_or nonzero""".split()
+)
+# Sums that may cancel within a call: what is left is how its arguments round.
+_CANCELS = frozenset(
+    """native_batch_norm_backward cudnn_batch_norm_backward batch_norm_backward native_layer_norm_backward
+    native_group_norm_backward _softmax_backward_data _log_softmax_backward_data""".split()
 )
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "linear", "matmul")
 _TF32 = 2.0**-11  # relative rounding of its factors
@@ -70,13 +75,14 @@ class Shaker:
 
     def arguments(self, instr: Instr, values: dict[Var, Tensor]) -> dict[Var, Tensor]:
         """Return perturbed arguments that replace some of a call's own."""
-        if not self.decisions or not decides(instr):
+        most = self.decisions if decides(instr) else self.most if instr.name in _CANCELS else 0
+        if not most:
             return {}
         moved = {}
         for var in dict.fromkeys(instr.inputs()):
             if var in values and values[var].dtype in MOVABLE and var not in instr.writes:
                 moved[var] = values[var].clone()
-                self.move(moved[var], self.decisions, 0.0)
+                self.move(moved[var], most, 0.0)
         return moved
 
     def scalars(self, instr: Instr) -> Instr:
@@ -144,6 +150,11 @@ def _flat_in_memory(tensor: Tensor) -> Tensor | None:
     strides = tensor.stride()
     flat = tensor.permute(sorted(range(tensor.dim()), key=lambda axis: -strides[axis]))
     return flat.view(-1) if flat.is_contiguous() else None
+
+
+def copies_arguments(instr: Instr) -> bool:
+    """Whether arguments of a call may be perturbed, which are copied for it."""
+    return decides(instr) or instr.name in _CANCELS
 
 
 def decides(instr: Instr) -> bool:
