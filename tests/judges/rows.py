@@ -155,14 +155,16 @@ def compare(
     if expected.numel() and not is_dense(expected):
         # A result has memory of its own: what is expanded, or a view with gaps, becomes dense, as by `clone`.
         wanted = torch.empty_like(expected, memory_format=torch.preserve_format)
-    if strides_of(got) not in (strides_of(wanted), strides_of(expected)):
-        return Verdict("DIFFERS", where, f"strides {strides_of(got)}, expected {strides_of(wanted)}")
     if not values or _same_bits(got, expected):
-        return Verdict("equal", where)
-    if not (got.is_floating_point() or got.is_complex()):
-        return Verdict("DIFFERS", where, "other values of an exact dtype")
-    verdict = _rounded(got, expected, exact(), where)
-    return verdict if verdict.outcome != "DIFFERS" else _rounded(got, expected, near(), where)
+        verdict = Verdict("equal", where)
+    elif not (got.is_floating_point() or got.is_complex()):
+        verdict = Verdict("DIFFERS", where, "other values of an exact dtype")
+    else:
+        verdict = _rounded(got, expected, exact(), where)
+        verdict = verdict if verdict.outcome != "DIFFERS" else _rounded(got, expected, near(), where)
+    if verdict.outcome != "DIFFERS" and strides_of(got) not in (strides_of(wanted), strides_of(expected)):
+        return Verdict("DIFFERS", where, f"strides {strides_of(got)}, expected {strides_of(wanted)}")
+    return verdict
 
 
 def _rounded(got: Tensor, expected: Tensor, other: Tensor | None, where: str) -> Verdict:
