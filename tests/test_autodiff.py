@@ -529,6 +529,24 @@ def test_carried_argument_that_is_not_returned_is_refused(result: Any, row: str)
         run(None, torch.ones(4), {"sum": torch.zeros(())})
 
 
+def test_a_second_batch_is_refused_and_the_advice_works() -> None:
+    """Only the second argument is cut: ``y`` would meet each slice of ``x`` as a whole, and may broadcast."""
+    x, y, w = torch.arange(4.0), torch.tensor([1.0, -1.0, 2.0, 0.0]), torch.tensor(2.0)
+    losses = fcg.microbatches(2)(fcg.value_and_grad(lambda w, x, y: (w * x - y[:, None]).square().mean()))
+    with pytest.raises(
+        fcg.LayoutError, match=r"argument 3  f32\[4\](.|\n)*To fix: pass one batch, `\(x, y\)`"
+    ):
+        losses(w, x, y)
+    together = fcg.value_and_grad(
+        lambda w, batch, scale=1.0: (scale * w * batch[0] - batch[1]).square().mean()
+    )
+    torch.testing.assert_close(fcg.microbatches(2)(together)(w, (x, y)), together(w, (x, y)))
+    assert fcg.microbatches(2)(together)(w, (x, y), scale=torch.ones(4)[:1])
+    shared = fcg.value_and_grad(lambda w, x, rows: (w * x).mean() * rows.sum())
+    assert fcg.microbatches(2)(shared)(w, x, rows=y) == shared(w, x, y)
+    assert fcg.microbatches(1)(shared)(w, x, y) == shared(w, x, y)
+
+
 def test_uneven_batch_is_refused_with_all_rows() -> None:
     batch = {"x": torch.ones(6, 2), "y": torch.ones(5), "n": torch.tensor(1), "s": "text"}
     with pytest.raises(LayoutError, match=r"cannot be cut into 3 equal micro-batches") as error:

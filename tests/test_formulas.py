@@ -96,6 +96,23 @@ def test_a_small_gradient_of_a_soft_margin_is_as_precise_as_a_large_one(reductio
     torch.testing.assert_close(found, gradient(x, target), rtol=1e-6, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_complex_number_is_scaled_whole(*, in_place: bool) -> None:
+    x, by = torch.tensor([1 + 1j, 2 - 3j]), torch.tensor([3, 1])
+    scale = (lambda x, by: x.clone().ldexp_(by)) if in_place else torch.ldexp
+    found = fcg.graph_fn(scale, lowering="inductor", certify=False)(x, by)
+    assert torch.equal(found, torch.ldexp(x, by))
+
+
+def test_an_op_that_writes_elsewhere_is_itself() -> None:
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.huber_loss.out(x, x.flip(0), 1, 0.5, out=torch.empty(()))
+
+    x = torch.tensor([1.0, 2.0, 4.0])
+    assert torch.equal(fcg.graph_fn(loss, lowering="inductor")(x), loss(x))
+
+
 def test_a_zero_tangent_has_memory() -> None:
     made = FORMULAS["aten::_efficientzerotensor"]([2, 3], dtype=torch.float64)
     assert torch.equal(made.fill_(1.0), torch.ones(2, 3, dtype=torch.float64))

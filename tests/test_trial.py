@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import functional_cg as fcg
 from functional_cg.stages.plan import Buffers
 from functional_cg.stages.program import Var
+from functional_cg.stages.run.capture import CPUBackend
 from functional_cg.stages.trial.distances import Distances
 from functional_cg.stages.trial.host_memory import HostMemory
 from functional_cg.stages.trial.judge import Judge
@@ -32,6 +33,7 @@ from functional_cg.stages.trial.ulps import Shaker
 from functional_cg.state.arena import BufferSpec
 from functional_cg.testing import assert_trees_all_equal
 from functional_cg.testing import strategies as fst
+from tests.as_graphs import AsGraphs
 from tests.compiled_graphs import ON_A_GPU, compiled_once, lower_as_on_a_gpu
 from tests.other_rounding import STEPS, compile_wide
 from tests.shares import few
@@ -331,12 +333,13 @@ def test_too_little_memory_leaves_it_out_and_says_by_how_much(
     assert state["w"][0] == 4
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", [*DEVICES, "cpu as graphs"])
 @pytest.mark.parametrize("call", [2, 4, 8])
 def test_a_compiled_step_that_goes_wrong_later_is_refused_before_its_state_counts(
     call: int, device: str, in_place: Callable[[Any], None]
 ) -> None:
     """What was right at the first call is compared again; a refused call may be made again."""
+    device, _, graphs = device.partition(" ")
     off = torch.zeros((), device=device)
 
     def compile_graph(graph: fx.GraphModule, arguments: Any, **options: Any) -> Any:
@@ -354,7 +357,8 @@ def test_a_compiled_step_that_goes_wrong_later_is_refused_before_its_state_count
         return run
 
     in_place(compile_graph)
-    state, twin, step = a_state(device), a_state(device), fcg.graph_step(train_step, lowering="inductor")
+    step = fcg.graph_step(train_step, lowering="inductor", backend=AsGraphs() if graphs else "auto")
+    state, twin = a_state(device), a_state(device)
     for number in range(1, 20):
         batch = a_batch(device, number)
         twin, _ = step.eager(twin, batch)
@@ -529,6 +533,59 @@ def test_too_little_memory_at_a_later_call_leaves_it_out(
         state, total = step(state, torch.ones(3))
     assert (state["w"].tolist(), total) == ([2.0, 2.0, 2.0], 3)
     assert "not compared at call 2" in caplog.text
+    monkeypatch.undo()
+    for _ in range(2):
+        state, _ = step(state, torch.ones(3))
+    assert "calls 1, 4" in step.explain()
+
+
+def test_an_error_of_a_compared_call_leaves_nothing_for_another_state() -> None:
+    """All captures of a step share what compares; one of them is recorded here, the other is not."""
+    raises, error = [False], ValueError("broken")
+
+    def compiler(graph: fx.GraphModule, inputs: Any) -> Any:
+        return lambda *given: raise_(error) if raises[0] else graph(*given)
+
+    step = fcg.graph_step(lambda s, x: ({"w": s["w"] + x}, s["w"].sum()), lowering=compiler, max_captures=2)
+    one, _ = step(fcg.place({"w": torch.zeros(3)}), torch.ones(3))
+    raises[0] = True
+    with pytest.raises(ValueError, match="broken"):
+        step(one, torch.ones(3))
+    raises[0] = False
+    with mock.patch("functional_cg.step.certify._RECORDED", 2**60):
+        other, _ = step(fcg.place({"w": torch.full((3,), 100.0)}), torch.ones(3))
+    for _ in range(3):
+        other, total = step(other, torch.ones(3))
+    assert (other["w"].tolist(), float(total)) == ([104.0] * 3, 309.0)
+
+
+def test_metrics_of_a_compared_call_are_the_users() -> None:
+    """Nothing keeps them, or what they were compared with, until the next comparison."""
+    step = fcg.graph_step(lambda s, x: ({"w": s["w"] + x}, s["w"] * 2), lowering=lambda graph, _: graph)
+    state, _ = step({"w": torch.zeros(3)}, torch.ones(3))
+    state, doubled = step(state, torch.ones(3))
+    memory = StorageWeakRef(doubled.untyped_storage())
+    del doubled
+    assert memory.expired()
+
+
+def test_what_cannot_be_recorded_is_compared_call_by_call() -> None:
+    class Mixed(AsGraphs):
+        """Its replays return new tensors, and what it records does not."""
+
+        def capture(self, *given: Any) -> Any:
+            return CPUBackend().capture(*given)
+
+    off = torch.zeros(3)
+    step = fcg.graph_step(
+        lambda s, x: ({"w": s["w"] + x}, {}),
+        lowering=lambda graph, _: lambda *given: [result + off for result in graph(*given)],
+        backend=Mixed(),
+    )
+    state, _ = step({"w": torch.zeros(3)}, torch.ones(3))
+    off.fill_(1)
+    with pytest.raises(fcg.MiscompileError, match="Before call 2"):
+        step(state, torch.ones(3))
 
 
 def raise_(error: Exception) -> None:

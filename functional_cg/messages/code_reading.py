@@ -138,10 +138,7 @@ def _truth(site: Site) -> tuple[str, str] | None:
     cond, text = as_tensor(test), text_of(test)
     match parent:
         case ast.IfExp() if parent.test is test:
-            return (
-                f"`{text_of(parent)}`",
-                f"`torch.where({cond}, {text_of(parent.body)}, {text_of(parent.orelse)})`",
-            )
+            return f"`{text_of(parent)}`", f"`{_selected(site, cond, parent.body, parent.orelse)}`"
         case ast.If() if parent.test is test:
             return f"`if {text}:`", _branches(site, parent, cond)
         case ast.While() if parent.test is test:
@@ -172,13 +169,20 @@ def _branches(site: Site, node: ast.If, cond: str) -> str:
         case [ast.Return(None | ast.Constant(None)) | ast.Assign(value=ast.Constant(None))], []:
             return f"{WITHOUT_IF}; {OR_OUTSIDE}"
         case ([ast.Assign([ast.Name(name)], yes)], [ast.Assign([ast.Name(other)], no)]) if name == other:
-            return f"`{name} = torch.where({cond}, {text_of(yes)}, {text_of(no)})`; {OR_OUTSIDE}"
+            return f"`{name} = {_selected(site, cond, yes, no)}`; {OR_OUTSIDE}"
         case ([ast.Assign([ast.Name(name) as target], yes)], []) if _is_tree(site.value(target)):
             select = f"lambda new, old: torch.where({cond}, new, old)"
             return f"`{name} = fcg.tree.map({select}, {text_of(yes)}, {name})`; {OR_OUTSIDE}"
         case ([ast.Assign([ast.Name(name)], yes)], []):
             return f"`{name} = torch.where({cond}, {text_of(yes)}, {name})`; {OR_OUTSIDE}"
     return f"compute both sides and select, `torch.where({cond}, a, b)`; {OR_OUTSIDE}"
+
+
+def _selected(site: Site, cond: str, yes: ast.expr, no: ast.expr) -> str:
+    """Write a selection between two values; either may be a tree, such as a state, if a call makes it."""
+    if any(isinstance(side, ast.Call) or _is_tree(site.value(side)) for side in (yes, no)):
+        return f"fcg.cond({cond}, lambda: {text_of(yes)}, lambda: {text_of(no)})"
+    return f"torch.where({cond}, {text_of(yes)}, {text_of(no)})"
 
 
 def _is_tree(value: object) -> bool:

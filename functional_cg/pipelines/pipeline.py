@@ -120,7 +120,7 @@ class Pipeline(metaclass=Documented):
             )
         flat, treedef = pytree.flatten(params)
         refuse_undifferentiable(name, treedef, flat)
-        slices, structure = sliced(name, batch, self.microbatches)
+        slices, structure = sliced(name, batch, self.microbatches, args)
         dtypes = [param_dtype or leaf.dtype for leaf in flat]
         layouts = [
             (tuple(leaf.shape), _packed(leaf.shape), dtype) for leaf, dtype in zip(flat, dtypes, strict=True)
@@ -231,7 +231,7 @@ class Pipeline(metaclass=Documented):
     ) -> tuple[Any, list[Tensor]]:
         """Return the result of a loss, and the gradients of the leaves; none with ``forward_only``."""
         name, flat = given.name, given.leaves
-        slices, structure = sliced(name, given.batch, self.microbatches)
+        slices, structure = sliced(name, given.batch, self.microbatches, given.args)
         key = given.kwargs.pop("key", None)
         call = _on_leaves(given.fn, given.treedef, structure, given.args, given.kwargs)
         layouts = list(map(_layout_of, flat))

@@ -129,7 +129,8 @@ class Backend(Protocol):
     Attributes:
       name: Name in messages and ``explain()``.
       has_lanes: If there and true: it runs a plan with branches on lanes, by ``bound``.
-      record: If there: ``record(run)`` captures any run. A replay that is not fresh then has its outputs as ``static``.
+      record: If there: ``record(run)`` captures any run. Replays that are not fresh then have their outputs as
+        ``static``, and are so by ``capture`` and by ``record`` alike.
     """
 
     name: str

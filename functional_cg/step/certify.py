@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..concurrency.garbage import no_garbage_collection
 from ..concurrency.interrupts import held_back, uninterrupted
-from ..errors import CaptureError, FunctionalCGError
+from ..errors import CaptureError
 from ..options import Certify
 from ..shards.mesh import Mesh
 from ..shards.peers import on_any
@@ -34,6 +34,7 @@ from ..stages.run.capture import CUDABackend
 from ..stages.run.memory import scratch
 from ..stages.trial.judge import Difference, load_kernels, miscompiled
 from ..stages.trial.recorded import Recorded
+from ..stages.trial.space import Space
 from ..stages.trial.trial import Certificate, Trial, TrialOfFunctions
 from ..stages.trial.variants import vary
 from ..state.arena import Arena
@@ -139,10 +140,11 @@ class Certified:
 
     def _compared(self) -> Sequence[Tensor]:
         lowered, trial = self._lowered, self._trial
-        if self._recorded is None:
-            space, recorded = _Space.of(lowered, self._buffers, inputs=False), None
+        recorded = self._recorded
+        if recorded is None:
+            space: Space = _Space.of(lowered, self._buffers, inputs=False)
         else:
-            space, recorded = self._recorded
+            space = recorded.space
             space.keep()
         found: Sequence[Difference] = ()
         try:
@@ -160,31 +162,29 @@ class Certified:
             lowered.certificate = lowered.certificate.also(self._calls, trial.share)
         return metrics
 
-    def _record(self, backend: Backend) -> tuple[_Space, Recorded] | None:
+    def _record(self, backend: Backend) -> Recorded | None:
         """Record what later comparisons run, if that takes little memory: small programs wait for the host."""
         lowered, buffers, record = self._lowered, self._buffers, getattr(backend, "record", None)
+        if record is None or any(arena.pages for arena in self._arenas):  # pages can leave the device
+            return None
         free = _room(buffers)
         room = (_host_memory() if free is None else free) // _RECORDED
         kept = sum(
             buffers.slots[out.slot].nbytes for out in lowered.reference.outputs if out.slot is not None
         )
-        fits = self._trial.recordable(room - kept)
-        if (
-            record is None or not fits or any(arena.pages for arena in self._arenas)
-        ):  # pages can leave the device
-            return None
-        space = _Space.of(lowered, buffers, inputs=False)
-        metrics = getattr(self._replay, "static", None)
-        try:
-            return space, Recorded(lowered.reference, buffers, metrics, record)
-        except (FunctionalCGError, torch.OutOfMemoryError) as error:  # it can be compared call by call
-            _log.debug("%s: later comparisons are not recorded: %s", lowered.name, error)
-            return None
+
+        def make() -> Recorded:
+            space = _Space.of(lowered, buffers, inputs=False)
+            if not space.ample:
+                raise torch.OutOfMemoryError("the values of the state do not fit beside it")
+            return Recorded(lowered.reference, space, getattr(self._replay, "static", None), record)
+
+        return self._trial.record(make, room - kept)
 
     def close(self) -> None:
         self._replay.close()
         if self._recorded is not None:
-            self._recorded[1].close()
+            self._recorded.close()
             self._recorded = None
 
 

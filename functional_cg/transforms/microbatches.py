@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -34,9 +34,9 @@ def microbatches(
     """Run a gradient function over ``k`` equal slices of the batch and average the results.
 
     Wrap the result of :func:`value_and_grad`: activations of one slice are freed before the next starts. The second
-    argument (the batch) is cut along dimension 0. A keyword argument ``key`` is folded with the slice's number, so
-    that slices draw differently; a key that the function closes over is refused. Leaves of the result are averaged, in
-    order, and have to be floating or complex: a count as ``hits.float()``.
+    argument (the batch) is cut along dimension 0; what all slices share goes by keyword. A keyword argument ``key`` is
+    folded with the slice's number, so that slices draw differently; a key that the function closes over is refused.
+    Leaves of the result are averaged, in order, and have to be floating or complex: a count as ``hits.float()``.
 
     Buffers that each slice updates, such as those of batch norm, must not be averaged: pass them as a keyword argument,
     return the new ones in the auxiliary tree under the same name, and give that name as ``carry``.
@@ -51,8 +51,9 @@ def microbatches(
       ValueError: If ``k`` is not an integer of 1 or more.
       TypeError: If ``dtype`` is not a floating dtype of 16 bits or more, or the argument named by ``carry`` is missing.
       CaptureError: If two slices draw from the same key.
-      LayoutError: If a leaf of the batch cannot be cut into ``k`` equal slices, a leaf of the result has no mean, or
-        it has no value with the structure of the argument under the name ``carry``.
+      LayoutError: If a leaf of the batch cannot be cut into ``k`` equal slices, a further positional argument has as
+        many rows as the batch, a leaf of the result has no mean, or it has no value with the structure of the argument
+        under the name ``carry``.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -83,7 +84,7 @@ def microbatches(
 
         @wraps(fn)
         def wrapped(params: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            slices, treedef = sliced(name, batch, k)
+            slices, treedef = sliced(name, batch, k, args)
             key = kwargs.get("key")
             total: Any = None
             handed: list[int] = []
@@ -111,14 +112,21 @@ def microbatches(
     return transform
 
 
-def sliced(name: str, batch: Any, k: int) -> tuple[list[Tensor], pytree.Treedef]:
+def sliced(name: str, batch: Any, k: int, others: Sequence[Any] = ()) -> tuple[list[Tensor], pytree.Treedef]:
     """Return the leaves of a batch [k * b, ...] as [k, b, ...], and its structure.
 
+    Args:
+      name: Name of the function.
+      batch: The batch.
+      k: Number of slices.
+      others: Further positional arguments, which all slices share.
     Raises:
-      LayoutError: If a leaf has no first dimension that divides by ``k``.
+      LayoutError: If a leaf has no first dimension that divides by ``k``, or one of another argument has as many rows.
     """
     flat, treedef = pytree.flatten(batch)
     _refuse_uneven(name, treedef, flat, k)
+    if k > 1:
+        _refuse_second_batch(name, {len(leaf) for leaf in flat}, others)
     return [rearrange(leaf, "(k b) ... -> k b ...", k=k) for leaf in flat], treedef
 
 
@@ -212,6 +220,23 @@ def _refuse_uneven(name: str, treedef: pytree.Treedef, flat: Sequence[Any], k: i
             rows=rows,
             fix=_divisor(flat, k)
             + "pad or drop the rest, or pass what has no batch dimension as a further argument.",
+        )
+
+
+def _refuse_second_batch(name: str, sizes: Collection[int], others: Sequence[Any]) -> None:
+    rows = [
+        f"{path_string(path, f'argument {number}')}  {BufferSpec.of(leaf)}"
+        for number, other in enumerate(others, 3)
+        for path, leaf in zip(pytree.flatten(other)[1].paths(), pytree.flatten(other)[0], strict=True)
+        if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) in sizes
+    ]
+    if rows:
+        raise LayoutError.of(
+            name,
+            "gets a second argument with as many rows as the batch, which would not be cut.",
+            rows=rows,
+            why="One argument is the batch; all slices share the others.",
+            fix="pass one batch, `(x, y)`; or by keyword what all slices share.",
         )
 
 

@@ -1116,7 +1116,7 @@ HAZARDS = (
          "refused: BakedValueError; both are followed as the step's own code is",
          "watch::test_function_of_an_installed_package_is_followed",
          "watch::test_what_a_copy_of_the_users_object_reads_is_watched"),
-    _row(216, 1, "N212 N213",
+    _row(216, 1, "N212 N213 N227 N228 N229",
          "a compiled step is wrong where its first batch does not show it: behind a closed gate, late",
          "refused: MiscompileError; the first call is compared on other values, too, and later ones by powers of two, "
          "before their state counts",

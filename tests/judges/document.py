@@ -22,9 +22,9 @@ _LEFT_OUT = "left out: "
 _INTRODUCTION = """\
 # Outside judges
 
-Suites that others wrote, asked of steps. `PYTHONPATH=. python -m tests.judges` runs them all and writes this page;
-`--of`, `--device`, `--lowering`, `--jobs`, `--limit-s` choose; a run appends to the file of rows and can be resumed.
-A sample of each runs with the tests (`tests/test_judges.py`).
+Suites that others wrote, asked of steps. `python -m tests.judges` runs them all, in hours, and `--page FILE...` writes
+this page of its files of rows; `--help` tells how to choose, and to go on after a run that was cut off. A sample of
+each judge runs with the tests (`tests/test_judges.py`).
 
 - *equal*: the same dtype, shape, strides and bits as the judge's.
 - *rounded*: the same dtype, shape and strides; values as near as 16 roundings of the largest element, and 4 times the

@@ -166,6 +166,19 @@ def if_else(s, b):
     return y
 
 
+def if_else_of_trees(s, b):
+    if b["s"] > 3:
+        new = fcg.tree.map(torch.neg, s)
+    else:
+        new = s
+    return new["w"]
+
+
+def ternary_of_calls(s, b):
+    new = fcg.tree.map(torch.neg, s) if b["s"] > 0 else s
+    return new["w"]
+
+
 def while_loop(s, b):
     y = b["s"]
     while y < 10:
@@ -301,6 +314,16 @@ DECISIONS = [
         if_else,
         "`y = torch.where(b['s'] > 3, s['w'], -s['w'])`",
         lambda s, b: torch.where(b["s"] > 3, s["w"], -s["w"]),
+    ),
+    Spelling(
+        if_else_of_trees,
+        "`new = fcg.cond(b['s'] > 3, lambda: fcg.tree.map(torch.neg, s), lambda: s)`",
+        lambda s, b: fcg.cond(b["s"] > 3, lambda: fcg.tree.map(torch.neg, s), lambda: s)["w"],
+    ),
+    Spelling(
+        ternary_of_calls,
+        "`fcg.cond(b['s'] > 0, lambda: fcg.tree.map(torch.neg, s), lambda: s)`",
+        lambda s, b: fcg.cond(b["s"] > 0, lambda: fcg.tree.map(torch.neg, s), lambda: s)["w"],
     ),
     Spelling(
         while_loop, "loop a fixed number of times and mask the update, `x = torch.where(y < 10, new_x, x)`"

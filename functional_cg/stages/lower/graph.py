@@ -267,7 +267,8 @@ def _target(instr: Instr, written: Collection[int]) -> Callable[..., Any]:
         return decompose_random_bits
     if name.endswith("_") and name[:-1] in FORMULAS and instr.writes == (instr.out,):
         return _in_place(name[:-1])
-    return division_of(instr) or FORMULAS.get(name, instr.op)
+    writes_elsewhere = any(argument.is_out for argument in instr.op._schema.arguments)  # no formula does
+    return division_of(instr) or ({} if writes_elsewhere else FORMULAS).get(name, instr.op)
 
 
 @cache

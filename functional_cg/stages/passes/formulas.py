@@ -161,9 +161,8 @@ def _zero_tangent(size: Sequence[int], **options: Any) -> Tensor:
 def _ldexp(x: Tensor, exponent: Tensor) -> Tensor:
     """As torch's kernels; its compiler's formula gives other dtypes, and computes in that of ``x`` alone."""
     if not x.is_floating_point() or exponent.is_floating_point():
-        return (x if x.is_floating_point() else _rounded(x.to(exponent.dtype))) * _rounded(
-            torch.pow(2.0, exponent)
-        )
+        is_wide = x.is_floating_point() or x.is_complex()
+        return (x if is_wide else _rounded(x.to(exponent.dtype))) * _rounded(torch.pow(2.0, exponent))
     # By integers, kernels scale without a power, which may overflow where the result does not.
     by = exponent.clamp(-2044, 2044).double()
     first = (by / 2).floor()

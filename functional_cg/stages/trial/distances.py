@@ -71,12 +71,12 @@ class Distances:
         """Measure all that waits, without waiting for the GPU."""
         for group in self._waiting:
             self._measure(group)
-        together: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
-        for numbers, norms in self._measured:  # read at once
-            all_numbers, all_norms = together.setdefault(norms.device, ([], []))
-            all_numbers.extend(numbers)
-            all_norms.append(norms)
-        self._measured = [(numbers, torch.cat(norms, 1)) for numbers, norms in together.values()]
+        for device in {norms.device for _, norms in self._measured}:
+            parts = [part for part in self._measured if part[1].device == device]
+            if len(parts) > 1:  # to be read at once; a single one may be what a graph writes at each replay
+                numbers = [number for of, _ in parts for number in of]
+                rest = [part for part in self._measured if part[1].device != device]
+                self._measured = [*rest, (numbers, torch.cat([norms for _, norms in parts], 1))]
 
     def _measure(self, group: tuple[torch.device, bool]) -> None:
         waiting = self._waiting[group][:]

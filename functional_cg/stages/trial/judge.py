@@ -144,6 +144,10 @@ class Judge:
         """Run the program as it was recorded, for the next comparison."""
         self._expected, self._recorded = recorded.expect(), recorded
 
+    def forget(self) -> None:
+        """Let go of what the program has made."""
+        self._expected, self._recorded = [], None
+
     def compare(
         self, outputs: Sequence[Tensor], buffers: Buffers, again: Callable[[], None], *, times: float = 1.0
     ) -> list[Difference]:
@@ -160,7 +164,7 @@ class Judge:
         try:
             return self._differences(outputs, buffers, again, times)
         finally:
-            self._expected, self._recorded = [], None
+            self.forget()
 
     def _differences(
         self, outputs: Sequence[Tensor], buffers: Buffers, again: Callable[[], None], times: float

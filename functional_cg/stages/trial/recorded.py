@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from ...errors import CaptureError
 from ..evaluate import quiet
-from ..plan import Before, Buffers, Replay, Run
+from ..plan import Before, Replay, Run
 from .distances import Distances, between
 from .reference import Reference
+from .space import Space
 
 __all__ = ["Recorded"]
 
@@ -19,19 +21,22 @@ class Recorded:
 
     Args:
       reference: The program.
-      buffers: Slots, inputs and constants.
+      space: The buffers, and what keeps their values aside.
       metrics: Metrics of the replay, if each call of it writes the same ones.
       record: Records a run.
+    Raises:
+      CaptureError: If the program cannot be recorded.
     """
 
     def __init__(
         self,
         reference: Reference,
-        buffers: Buffers,
+        space: Space,
         metrics: Sequence[Tensor] | None,
         record: Callable[[Run], Replay],
     ) -> None:
-        run = reference.all_at_once(buffers)
+        self.space = space
+        run = reference.all_at_once(space.buffers)
         self._pair = pair = _Pair()
 
         def program(before: Before) -> Sequence[Tensor]:
@@ -45,8 +50,12 @@ class Recorded:
 
         self._program = record(program)
         try:
+            if self._program.fresh is not (metrics is None):
+                raise CaptureError.of(
+                    "", "what is recorded is not what is replayed.", fix="use one backend for both."
+                )
             pair.expected = self._program(())
-            pair.outputs = pair.expected if metrics is None else reference.made(metrics, buffers.slots)
+            pair.outputs = pair.expected if metrics is None else reference.made(metrics, space.buffers.slots)
             self._measure = record(measure)
         except BaseException:
             self._program.close()
@@ -61,6 +70,8 @@ class Recorded:
         """Return how far outputs of the replay are from those of the program, and the size of these."""
         self._pair.outputs = outputs
         self._measure(())
+        # Until the next comparison they are the user's, or nobody's.
+        self._pair.outputs, self._pair.expected = (), ()
         return self._pair.distances.known(len(outputs))
 
     def close(self) -> None:

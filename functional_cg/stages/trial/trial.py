@@ -23,6 +23,7 @@ from ..program import Program
 from .judge import Difference, Judge
 from .recorded import Recorded
 from .reference import Output, Reference
+from .space import Space
 from .variants import KINDS, OVERFLOW, Finite, overflows
 
 __all__ = ["Certificate", "See", "Space", "Trial", "TrialOfFunctions"]
@@ -67,34 +68,6 @@ class Certificate:
             named = [*named[: _SHOWN - 1], "…", named[-1]]
         calls = f"calls {', '.join(named)}" if self.calls != (1,) else "the first call"
         return f"certified: on the values of {calls} it computes what its calls do one by one; {found}"
-
-
-class Space(Protocol):
-    """Static buffers with the values of a call, which a trial may write.
-
-    Attributes:
-      buffers: The buffers.
-      ample: Whether there is memory on the device for whatever is kept.
-    """
-
-    buffers: Buffers
-    ample: bool
-
-    def reset(self) -> None:
-        """Restore the values of the call."""
-        ...
-
-    def vary(self, kind: str) -> None:
-        """Put other values in the buffers, made from those of the call."""
-        ...
-
-    def room(self) -> int | None:
-        """Return the bytes that the reference may take; None for no limit."""
-        ...
-
-    def host(self) -> int:
-        """Return the bytes of host memory that it may take."""
-        ...
 
 
 class Shown(Protocol):
@@ -202,21 +175,36 @@ class Trial:
             restored = True
 
         if recorded is not None:
+            self.lacking = 0
             self._judge.expect_recorded(recorded)
         elif self._lacks(space):
             return run(), []
         else:
             self._judge.expect(space.buffers, on_host=self._on_host)
-        metrics = run()
-        outputs = self._reference.made(metrics, space.buffers.slots)
-        found = self._judge.compare(outputs, space.buffers, back)
+        try:
+            metrics = run()
+            outputs = self._reference.made(metrics, space.buffers.slots)
+            found = self._judge.compare(outputs, space.buffers, back)
+        finally:  # the judge is that of all captures of a step
+            self._judge.forget()
         self.share = self._judge.share
         refused = self._together(bool(found))
         return (run() if restored and not refused else metrics), found
 
-    def recordable(self, room: int) -> bool:
-        """Whether the comparison of later calls can be recorded within so many bytes on each rank."""
-        return not self._together(bool(self.lacking) or self._reference.at_once > room)
+    def record(self, make: Callable[[], Recorded], room: int) -> Recorded | None:
+        """Record the comparison of later calls, if each rank can, within so many bytes."""
+        if self._together(bool(self.lacking) or self._reference.at_once > room):
+            return None
+        recorded: Recorded | None = None
+        try:
+            recorded = make()
+        except (FunctionalCGError, torch.OutOfMemoryError) as error:  # it can be compared call by call
+            _log.debug("later comparisons are not recorded: %s", error)
+        if not self._together(recorded is None):
+            return recorded
+        if recorded is not None:
+            recorded.close()
+        return None
 
     def _kinds(self) -> Sequence[str]:
         return (*KINDS, OVERFLOW) if self._together(overflows(self._reference.program)) else KINDS
@@ -255,8 +243,8 @@ class TrialOfFunctions(Trial):
         self.lacking = 0  # what those of the call needed was there
         return []
 
-    def recordable(self, room: int) -> bool:
-        return False
+    def record(self, make: Callable[[], Recorded], room: int) -> Recorded | None:
+        return None
 
     def again(
         self, space: Space, run: Callable[[], Sequence[Tensor]], recorded: Recorded | None = None
