@@ -29,6 +29,7 @@ from functional_cg.stages.trial.distances import Distances
 from functional_cg.stages.trial.host_memory import HostMemory
 from functional_cg.stages.trial.judge import Judge
 from functional_cg.stages.trial.reference import Output
+from functional_cg.stages.trial.trial import Trial
 from functional_cg.stages.trial.ulps import Shaker
 from functional_cg.state.arena import BufferSpec
 from functional_cg.testing import assert_trees_all_equal
@@ -559,6 +560,15 @@ def test_an_error_of_a_compared_call_leaves_nothing_for_another_state() -> None:
     assert (other["w"].tolist(), float(total)) == ([104.0] * 3, 309.0)
 
 
+def test_ranks_record_together_or_not_at_all() -> None:
+    """Else their comparisons would ask the other ranks in another order."""
+    others, recorded = iter([False, True]), mock.Mock()
+    reference = Rerun(torch.ones(2), torch.ones(2))
+    trial = Trial(cast("Any", reference), cast("Any", None), lambda flag: next(others))
+    assert trial.record(lambda: recorded, 2**30) is None
+    recorded.close.assert_called_once_with()
+
+
 def test_metrics_of_a_compared_call_are_the_users() -> None:
     """Nothing keeps them, or what they were compared with, until the next comparison."""
     step = fcg.graph_step(lambda s, x: ({"w": s["w"] + x}, s["w"] * 2), lowering=lambda graph, _: graph)
@@ -598,6 +608,8 @@ class Rerun:
     def __init__(self, value: Tensor, moved: Tensor) -> None:
         self.outputs = [Output("metrics", Var(0, BufferSpec.of(value), 0, 0, fills=True))]
         self.value, self.moved = value, moved
+
+    at_once = 0
 
     def owns(self, number: int, value: Tensor) -> bool:
         return False

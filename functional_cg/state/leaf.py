@@ -157,6 +157,7 @@ def donated(path: str, origin: Origin, state: str = "state", function: str = "")
         "fcg.tree.at": f"{state} = fcg.tree.at(lambda s: ..., {state}, value)",
         "fcg.load_state_dict": f"{state} = fcg.load_state_dict({state}, d)",
         "fcg.load": f"{state} = fcg.load(path, {state})",
+        "checkpoints": f"{state} = saved.load({state})",
     }
     call = edits.get(donor, f"{state}, metrics = {donor or 'step'}({state}, batch)")
     return DonatedStateError.of(
