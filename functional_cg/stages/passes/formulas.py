@@ -184,21 +184,23 @@ def _round(x: Tensor, *, decimals: int = 0) -> Tensor:
     return scaled.round() / power if decimals > 0 else scaled.round() * power
 
 
-def _as_predicted(op: Any, place: int) -> Callable[..., Any]:
-    """Return a loss, or its gradient, as torch's kernels: that of a GPU reads all in the dtype of the prediction.
+def _huber_loss(*args: Any, **kwargs: Any) -> Any:
+    return torch.ops.aten.huber_loss.default(*_as_predicted(args[0], args), **kwargs)
 
-    Args:
-      op: The op.
-      place: Which of its arguments is the prediction.
-    """
 
-    def loss(*args: Any, **kwargs: Any) -> Any:
-        if _on_gpu(args[place]):
-            dtype = args[place].dtype
-            args = tuple(arg.to(dtype) if isinstance(arg, Tensor) else arg for arg in args)
-        return op(*args, **kwargs)
+def _mse_loss_backward(*args: Any, **kwargs: Any) -> Any:
+    return torch.ops.aten.mse_loss_backward.default(*_as_predicted(args[1], args), **kwargs)
 
-    return loss
+
+def _smooth_l1_loss_backward(*args: Any, **kwargs: Any) -> Any:
+    return torch.ops.aten.smooth_l1_loss_backward.default(*_as_predicted(args[1], args), **kwargs)
+
+
+def _as_predicted(prediction: Tensor, args: Sequence[Any]) -> Sequence[Any]:
+    """Return the arguments of a loss as torch's kernel of a GPU reads them: all in the dtype of the prediction."""
+    if not _on_gpu(prediction):
+        return args
+    return [arg.to(prediction.dtype) if isinstance(arg, Tensor) else arg for arg in args]
 
 
 def _soft_margin_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int) -> Tensor:
@@ -230,13 +232,13 @@ FORMULAS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "aten::_fused_adamw": _adam_decoupled,
         "aten::_fused_sgd": _sgd,
         "aten::_fused_adagrad": _adagrad,
-        "aten::huber_loss": _as_predicted(torch.ops.aten.huber_loss.default, 0),
+        "aten::huber_loss": _huber_loss,
         "aten::index_fill": _index_fill,
         "aten::ldexp": _ldexp,
-        "aten::mse_loss_backward": _as_predicted(torch.ops.aten.mse_loss_backward.default, 1),
+        "aten::mse_loss_backward": _mse_loss_backward,
         "aten::nextafter": _nextafter,
         "aten::round": _round,
-        "aten::smooth_l1_loss_backward": _as_predicted(torch.ops.aten.smooth_l1_loss_backward.default, 1),
+        "aten::smooth_l1_loss_backward": _smooth_l1_loss_backward,
         "aten::soft_margin_loss_backward": _soft_margin_loss_backward,
         "fcg::normalized": apply_statistics,
     }
