@@ -252,7 +252,7 @@ def test_h81_a_replay_switches_to_the_device_of_its_arena(
     monkeypatch.setattr(capture, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device", device)
     replay = object.__new__(capture._GraphReplay)
-    replay._device, replay._static = torch.device("cuda", 1), ()
+    replay._device, replay.static = torch.device("cuda", 1), ()
     replay._launch = lambda: launches.append(list(entered))
     assert replay((lambda: launches.append("inputs are copied in"),)) == ()
     assert launches == ["inputs are copied in", launched_on]
