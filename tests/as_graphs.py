@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,7 +53,9 @@ class _Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self._calls.append((func, args, kwargs or {}, out))
+        if torch.Tag.inplace_view not in func.tags:  # that turns a tensor and runs nothing
+            alias = pytree.tree_map_only(Tensor, Tensor.detach, out)  # as it lies now
+            self._calls.append((func, args, kwargs or {}, alias))
         return out
 
     def repeat(self) -> None:
@@ -63,5 +66,5 @@ class _Calls(TorchDispatchMode):
 def _into(static: Sequence[Any], made: Sequence[Any]) -> None:
     """Copy what a call makes into what its first run made; views are there already."""
     for old, new in zip(static, made, strict=True):
-        if isinstance(old, Tensor) and old is not new and storage_key(old) != storage_key(new):
+        if isinstance(old, Tensor) and storage_key(old) != storage_key(new):
             old.copy_(new)

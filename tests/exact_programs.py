@@ -147,7 +147,7 @@ def main(arguments: Sequence[str]) -> int:
         f"{', as on a GPU' * options.as_on_a_gpu}, torch {torch.__version__}: {wrong} wrong, "
         f"{given_up} that the compiler gave up on, {seconds:.0f} s\n"
     )
-    return wrong
+    return wrong + given_up
 
 
 if __name__ == "__main__":

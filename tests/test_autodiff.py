@@ -534,7 +534,7 @@ def test_a_second_batch_is_refused_and_the_advice_works() -> None:
     x, y, w = torch.arange(4.0), torch.tensor([1.0, -1.0, 2.0, 0.0]), torch.tensor(2.0)
     losses = fcg.microbatches(2)(fcg.value_and_grad(lambda w, x, y: (w * x - y[:, None]).square().mean()))
     with pytest.raises(
-        fcg.LayoutError, match=r"argument 3  f32\[4\](.|\n)*To fix: pass one batch, `\(x, y\)`"
+        fcg.LayoutError, match=r"args\[0\]  f32\[4\](.|\n)*To fix: pass one batch, `\(x, y\)`"
     ):
         losses(w, x, y)
     together = fcg.value_and_grad(

@@ -224,19 +224,20 @@ def _refuse_uneven(name: str, treedef: pytree.Treedef, flat: Sequence[Any], k: i
 
 
 def _refuse_second_batch(name: str, sizes: Collection[int], others: Sequence[Any]) -> None:
+    """Raise if another positional argument has as many rows as the batch, of which each slice would see all."""
+    flat, treedef = pytree.flatten(list(others))
     rows = [
-        f"{path_string(path, f'argument {number}')}  {BufferSpec.of(leaf)}"
-        for number, other in enumerate(others, 3)
-        for path, leaf in zip(pytree.flatten(other)[1].paths(), pytree.flatten(other)[0], strict=True)
+        f"{path_string(path, 'args')}  {BufferSpec.of(leaf)}"
+        for path, leaf in zip(treedef.paths(), flat, strict=True)
         if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) in sizes
     ]
     if rows:
         raise LayoutError.of(
             name,
-            "gets a second argument with as many rows as the batch, which would not be cut.",
+            "gets another argument with as many rows as the batch, which would not be cut.",
             rows=rows,
             why="One argument is the batch; all slices share the others.",
-            fix="pass one batch, `(x, y)`; or by keyword what all slices share.",
+            fix="pass one batch, `(x, y)`; what all slices share, pass by keyword.",
         )
 
 

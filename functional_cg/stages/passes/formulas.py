@@ -19,7 +19,6 @@ __all__ = ["FORMULAS", "WITH_SCALARS"]
 # Ops whose formula also returns its scalars, after the op's own results.
 WITH_SCALARS = frozenset({"aten::_fused_adam", "aten::_fused_adamw"})
 
-
 _MEAN = 1  # torch's number for a loss that is a mean
 
 

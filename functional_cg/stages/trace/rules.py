@@ -232,7 +232,7 @@ class Rules:
             self._function,
             f"launches a kernel of `torch.cuda.jiterator`{at_here()}.",
             why="It is no op: a trace would launch it, on tensors without memory, and a replay could not.",
-            fix="say it in ops of torch; or call it in an op of your own, `torch.library.custom_op`.",
+            fix="write it with ops of torch; or wrap it in an op of your own, `torch.library.custom_op`.",
         )
 
     def _between_ranks(self, func: Any) -> CaptureError:

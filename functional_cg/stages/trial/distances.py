@@ -71,12 +71,10 @@ class Distances:
         """Measure all that waits, without waiting for the GPU."""
         for group in self._waiting:
             self._measure(group)
-        for device in {norms.device for _, norms in self._measured}:
-            parts = [part for part in self._measured if part[1].device == device]
-            if len(parts) > 1:  # to be read at once; a single one may be what a graph writes at each replay
-                numbers = [number for of, _ in parts for number in of]
-                rest = [part for part in self._measured if part[1].device != device]
-                self._measured = [*rest, (numbers, torch.cat([norms for _, norms in parts], 1))]
+        by_device: dict[torch.device, list[tuple[Sequence[int], Tensor]]] = {}
+        for part in self._measured:
+            by_device.setdefault(part[1].device, []).append(part)
+        self._measured = [_joined(parts) for parts in by_device.values()]
 
     def _measure(self, group: tuple[torch.device, bool]) -> None:
         waiting = self._waiting[group][:]
@@ -96,6 +94,13 @@ class Distances:
         sizes = [len(piece) for piece in ones]
         norms = [_norms(of.split(sizes), order) for of in (apart, size) for order in (2, math.inf)]
         self._measured.append((numbers, torch.stack([*map(torch.stack, norms)])))
+
+
+def _joined(parts: Sequence[tuple[Sequence[int], Tensor]]) -> tuple[Sequence[int], Tensor]:
+    """Join what is read at once; a single part is itself, since a graph may write it at each replay."""
+    if len(parts) == 1:
+        return parts[0]
+    return [number for numbers, _ in parts for number in numbers], torch.cat([norms for _, norms in parts], 1)
 
 
 def between(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> Distances:

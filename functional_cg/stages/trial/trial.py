@@ -26,7 +26,7 @@ from .reference import Output, Reference
 from .space import Space
 from .variants import KINDS, OVERFLOW, Finite, overflows
 
-__all__ = ["Certificate", "See", "Space", "Trial", "TrialOfFunctions"]
+__all__ = ["Certificate", "See", "Trial", "TrialOfFunctions"]
 
 # Gets the calls of a function as a program, the arguments of a call, and what it returned.
 See = Callable[[Program, Sequence[Tensor], Sequence[Tensor]], None]

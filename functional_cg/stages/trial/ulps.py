@@ -75,7 +75,7 @@ class Shaker:
 
     def arguments(self, instr: Instr, values: dict[Var, Tensor]) -> dict[Var, Tensor]:
         """Return perturbed arguments that replace some of a call's own."""
-        most = self.decisions if decides(instr) else self.most if instr.name in _CANCELS else 0
+        most = self.decisions if _decides(instr) else self.most if instr.name in _CANCELS else 0
         if not most:
             return {}
         moved = {}
@@ -154,10 +154,10 @@ def _flat_in_memory(tensor: Tensor) -> Tensor | None:
 
 def copies_arguments(instr: Instr) -> bool:
     """Whether arguments of a call may be perturbed, which are copied for it."""
-    return decides(instr) or instr.name in _CANCELS
+    return _decides(instr) or instr.name in _CANCELS
 
 
-def decides(instr: Instr) -> bool:
+def _decides(instr: Instr) -> bool:
     """Whether a call maps many values to few: a comparison, a rounding, a sort."""
     return instr.name in _DECIDES or _narrows(instr)
 
