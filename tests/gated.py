@@ -17,7 +17,7 @@ from hypothesis.strategies import DrawFn
 from torch import Tensor
 
 import functional_cg as fcg
-from functional_cg.tensors.overlap import overlaps_itself
+from functional_cg.tensors.overlap import overlapping, overlaps_itself, storage_key
 
 __all__ = ["Gated", "found_before", "gated"]
 
@@ -155,10 +155,19 @@ def _value(line: tuple[str, str, int, int, str], values: list[Tensor]) -> Tensor
     if kind == "scatter":
         return SCATTERS[name](MADE[how](values[i]), values[j])
     y = MADE[how](values[i])
-    if overlaps_itself(y):  # most ops that write refuse that; what the others mean by it, nobody says
+    # Most ops that write refuse that; what the others mean by it, nobody says.
+    if overlaps_itself(y) or _shares_elements(y, values[j]):
         raise RuntimeError("elements share memory")
     WRITES[name](y, values[j])
     return y
+
+
+def _shares_elements(y: Tensor, b: Tensor) -> bool:
+    """Whether values share elements, but not each with its own place."""
+    if storage_key(y) != storage_key(b):
+        return False
+    same = (y.storage_offset(), y.shape, y.stride()) == (b.storage_offset(), b.shape, b.stride())
+    return not same and overlapping([y.detach(), b.detach()]) is not None
 
 
 def _fits(line: tuple[str, str, int, int, str], values: list[Tensor]) -> Tensor | None:

@@ -849,7 +849,7 @@ def test_values_wait_on_the_host_where_the_device_is_full(monkeypatch: pytest.Mo
     waited: list[Any] = []
     take = HostMemory.take
     monkeypatch.setattr(HostMemory, "take", lambda *given: waited.append(given) or take(*given))
-    for room in (2**40, 2**26):
+    for room in (2**40, 2**27):
         monkeypatch.setattr("functional_cg.step.certify._room", lambda buffers, room=room: room)
         train_step, state = batch_norms(16, "cuda")
         x = torch.randn(64, 16, 64, 64, device="cuda")

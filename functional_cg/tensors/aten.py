@@ -252,16 +252,17 @@ def sync_reason(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> st
 
 
 def copies(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> list[Callable[[], Any]]:
-    """Return calls that copy each source into its target: a single one for all that torch can group."""
-    pairs = list(zip(targets, sources, strict=True))
-    grouped = [(target, source) for target, source in pairs if target.dtype not in UNGROUPED]
-    calls: list[Callable[[], Any]] = [
-        partial(target.copy_, source) for target, source in pairs if target.dtype in UNGROUPED
-    ]
-    if grouped:
-        into, out_of = zip(*grouped, strict=True)
-        calls.append(partial(torch._foreach_copy_, list(into), list(out_of)))
-    return calls
+    """Return calls that copy each source into its target: one for all of a dtype, which torch makes one kernel."""
+    calls: list[Callable[[], Any]] = []
+    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        if target.dtype in UNGROUPED:
+            calls.append(partial(target.copy_, source))
+        else:
+            into, out_of = groups.setdefault(target.dtype, ([], []))
+            into.append(target)
+            out_of.append(source)
+    return calls + [partial(torch._foreach_copy_, *group) for group in groups.values()]
 
 
 def adds_up(dtype: object) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from ...tensors.aten import returns_view
+from .old_values import KEPT, LATER
 
 __all__ = ["ROUNDED", "keep_roundings"]
 
@@ -34,6 +35,8 @@ _EXACT = frozenset(
         _aten.neg.default,
         _aten.relu.default,
         _aten.where.self,
+        KEPT,
+        LATER,
     }
 )
 # Other kernels than the compiler's own compute them, into memory; a rounding would hide them from its patterns.

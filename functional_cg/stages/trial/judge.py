@@ -146,6 +146,8 @@ class Judge:
 
     def forget(self) -> None:
         """Let go of what the program has made."""
+        if self._recorded is not None:
+            self._recorded.forget()
         self._expected, self._recorded = [], None
 
     def compare(
@@ -182,7 +184,11 @@ class Judge:
             if number < len(_RUNS):
                 most, decisions, factor = _RUNS[number]
                 again()
-                apart = self._shaken(buffers, Shaker(most, decisions, leans=number % 2 == 0, dice=dice))
+                if self._recorded is not None and number == 0:
+                    apart = self._recorded.moved()
+                else:
+                    shaker = Shaker(most, decisions, leans=number % 2 == 0, dice=dice)
+                    apart = self._shaken(buffers, shaker)
                 # The norm of integers that differ is the root of their number.
                 limits = torch.maximum(limits, apart * torch.where(self._part > 0, factor, factor**0.5))
                 measured = (sizes > 0) & limits.isfinite()

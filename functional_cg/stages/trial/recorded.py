@@ -1,4 +1,4 @@
-"""A comparison recorded as two graphs, so that it takes as many launches, however many calls the program has."""
+"""A comparison recorded as graphs, so that it takes as many launches, however many calls the program has."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from ..plan import Before, Replay, Run
 from .distances import Distances, between
 from .reference import Reference
 from .space import Space
+from .ulps import Shaker
 
 __all__ = ["Recorded"]
 
 
 class Recorded:
-    """A program on static buffers, and the distances of a replay's outputs from its own.
+    """A program on static buffers, the distances of a replay's outputs from its own, and what rounding does to these.
 
     Args:
       reference: The program.
@@ -37,52 +38,67 @@ class Recorded:
     ) -> None:
         self.space = space
         run = reference.all_at_once(space.buffers)
-        self._pair = pair = _Pair()
+        self._values = values = _Values()
+        self._replays: list[Replay] = []
 
         def program(before: Before) -> Sequence[Tensor]:
             with quiet():
                 return run(before)
 
         def measure(before: Before) -> Sequence[Tensor]:
-            pair.distances = between(pair.outputs, pair.expected)
-            pair.distances.measure()
+            values.apart = between(values.outputs, values.expected)
+            values.apart.measure()
             return ()
 
-        self._program = record(program)
+        def shake(before: Before) -> Sequence[Tensor]:
+            values.moved = moved = Distances()
+            expected = values.expected
+            reference.run(space.buffers, lambda n, one: moved.add(n, one, expected[n]), Shaker(leans=True))
+            moved.measure()
+            return ()
+
         try:
-            if self._program.fresh is not (metrics is None):
+            self._replays.append(record(program))
+            if self._replays[0].fresh is not (metrics is None):
                 raise CaptureError.of(
                     "", "what is recorded is not what is replayed.", fix="use one backend for both."
                 )
-            pair.expected = self._program(())
-            pair.outputs = pair.expected if metrics is None else reference.made(metrics, space.buffers.slots)
-            self._measure = record(measure)
+            expected = self.expect()
+            values.outputs = expected if metrics is None else reference.made(metrics, space.buffers.slots)
+            self._replays += [record(measure), record(shake)]
         except BaseException:
-            self._program.close()
+            self.close()
             raise
 
     def expect(self) -> Sequence[Tensor]:
         """Run the program, and return its outputs, which its next run may overwrite."""
-        self._pair.expected = self._program(())
-        return self._pair.expected
+        self._values.expected = self._replays[0](())
+        return self._values.expected
 
     def apart(self, outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return how far outputs of the replay are from those of the program, and the size of these."""
-        self._pair.outputs = outputs
-        self._measure(())
-        # Until the next comparison they are the user's, or nobody's.
-        self._pair.outputs, self._pair.expected = (), ()
-        return self._pair.distances.known(len(outputs))
+        self._values.outputs = outputs
+        self._replays[1](())
+        return self._values.apart.known(len(outputs))
+
+    def moved(self) -> Tensor:
+        """Return how far the outputs of the program move if each call's results lean by an ulp."""
+        self._replays[2](())
+        return self._values.moved.known(len(self._values.expected))[0]
+
+    def forget(self) -> None:
+        """Let go of the outputs: until the next comparison they are the user's, or nobody's."""
+        self._values.outputs, self._values.expected = (), ()
 
     def close(self) -> None:
         """Free the graphs and their memory."""
-        self._program.close()
-        self._measure.close()
-        self._pair.clear()
+        for replay in self._replays:
+            replay.close()
+        self._values.clear()
 
 
-class _Pair:
-    """Outputs, those of the program, and how far they are apart."""
+class _Values:
+    """Outputs, those of the program, and distances from them."""
 
     def __init__(self) -> None:
         self.clear()
@@ -90,4 +106,4 @@ class _Pair:
     def clear(self) -> None:
         self.outputs: Sequence[Tensor] = ()
         self.expected: Sequence[Tensor] = ()
-        self.distances = Distances()
+        self.apart, self.moved = Distances(), Distances()

@@ -33,6 +33,7 @@ See = Callable[[Program, Sequence[Tensor], Sequence[Tensor]], None]
 
 _log = logging.getLogger("functional_cg")
 _GROSS = 8.0  # times as much as rounding explains is a mistake on values that nobody asked for
+_RUNS = 2  # of the program that a recorded comparison holds
 _SHOWN = 4  # calls named in a certificate
 
 
@@ -193,7 +194,7 @@ class Trial:
 
     def record(self, make: Callable[[], Recorded], room: int) -> Recorded | None:
         """Record the comparison of later calls, if each rank can, within so many bytes."""
-        if self._together(bool(self.lacking) or self._reference.at_once > room):
+        if self._together(bool(self.lacking) or _RUNS * self._reference.at_once > room):
             return None
         recorded: Recorded | None = None
         try:
