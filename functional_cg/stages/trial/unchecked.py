@@ -1,5 +1,8 @@
 """Find the slots and inputs that may hold any value: no checked value is computed from them.
 
+An index is in range whatever a comparison says, or which element of some floats is the largest. An assertion is not, nor
+are probabilities: flags and places that these are computed from count like all else.
+
 A step also runs on values other than those of its call: to warm up, and to see what a compiled function keeps of its
 first inputs. A call that checks its values may raise there. On a GPU the failed check makes the device unusable, and an
 integer division by zero kills the process.
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -63,15 +67,21 @@ class Unchecked:
         Walks the calls backwards: the values that a checked value is computed from count as checked, too. A warm-up
         runs more than once, so the new value of a checked slot counts as well; its inputs are those of the call.
         """
-        calls = _in_reverse(program.instrs)
-        checked = _computed_from(calls, set())  # storages
-        inputs = tuple(var.storage not in checked for var in program.inputs)
-        known: set[int] = set()
-        while known != checked:
-            kept = zip(program.slots, program.new_state, strict=False)
-            new = {new.storage for old, new in kept if old.storage in checked}
-            known, checked = checked, _computed_from(calls, checked | new)
-        return cls(tuple(var.storage not in checked for var in program.slots), inputs)
+        of_inputs, of_slots = set[int](), set[int]()  # storages
+        for strict in (False, True):
+            calls = _in_reverse(program.instrs, strict=strict)
+            checked = _computed_from(calls, set())
+            of_inputs |= checked
+            known: set[int] = set()
+            while known != checked:
+                kept = zip(program.slots, program.new_state, strict=False)
+                new = {new.storage for old, new in kept if old.storage in checked}
+                known, checked = checked, _computed_from(calls, checked | new)
+            of_slots |= checked
+        return cls(
+            tuple(var.storage not in of_slots for var in program.slots),
+            tuple(var.storage not in of_inputs for var in program.inputs),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +89,7 @@ class _Call:
     """What a call does with memory.
 
     Attributes:
-      made: The storages that it makes or writes, without those of results that are in range for any arguments.
+      made: The storages that it makes or writes; for indices, without results that are in range for any arguments.
       read: Those of its arguments.
       checked: Those of the arguments that it may refuse because of their values.
     """
@@ -89,11 +99,10 @@ class _Call:
     checked: frozenset[int]
 
     @classmethod
-    def of(cls, instr: Instr) -> _Call:
-        made = (*instr.writes, *(var for var in instr.outputs() if not _is_position(instr, var)))
-        return cls(
-            *(frozenset([var.storage for var in of]) for of in (made, instr.inputs(), _checked_by(instr)))
-        )
+    def of(cls, instr: Instr, *, strict: bool) -> _Call:
+        made = (*instr.writes, *(var for var in instr.outputs() if strict or not _is_position(instr, var)))
+        checked = _asserted_by(instr) if strict else _in_range_for(instr)
+        return cls(*(frozenset([var.storage for var in of]) for of in (made, instr.inputs(), checked)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +120,8 @@ class _Again:
     checked: frozenset[int]
 
     @classmethod
-    def of(cls, instr: Instr) -> _Again:
-        checked, reads = instr.op.known("unchecked", _summary)
+    def of(cls, instr: Instr, *, strict: bool) -> _Again:
+        checked, reads = instr.op.known(f"unchecked, {strict}", partial(_summary, strict=strict))
         given = [var.storage for var in instr.args[0]]
         made = {instr.out[place].storage: of for place, of in reads}
         return cls(made, given, frozenset([given[number] for number in checked]))
@@ -122,16 +131,17 @@ class _Again:
         return {self.given[number] for one in self.made.keys() & checked for number in self.made[one]}
 
 
-def _in_reverse(instrs: Sequence[Instr]) -> list[_Call | _Again]:
-    """Return the calls, the last one first."""
+def _in_reverse(instrs: Sequence[Instr], *, strict: bool) -> list[_Call | _Again]:
+    """Return the calls, the last one first: what they check of any values, or whether indices are in range."""
     return [
-        _Again.of(instr) if isinstance(instr.op, Template) else _Call.of(instr) for instr in reversed(instrs)
+        (_Again if isinstance(instr.op, Template) else _Call).of(instr, strict=strict)
+        for instr in reversed(instrs)
     ]
 
 
-def _summary(template: Template) -> tuple[Sequence[int], list[tuple[int, Sequence[int]]]]:
+def _summary(template: Template, *, strict: bool) -> tuple[Sequence[int], list[tuple[int, Sequence[int]]]]:
     """Return which of what a template is given is checked, and, for a result in each storage, what it is made of."""
-    calls, given = _in_reverse(template.calls), [var.storage for var in template.given]
+    calls, given = _in_reverse(template.calls, strict=strict), [var.storage for var in template.given]
 
     def among(storages: set[int]) -> Sequence[int]:
         return [number for number, one in enumerate(given) if one in storages]
@@ -172,13 +182,14 @@ def _is_position(instr: Instr, var: Var) -> bool:
     return all(one.spec.dtype not in _INTEGERS for one in instr.inputs())
 
 
-def _checked_by(instr: Instr) -> Iterator[Var]:
-    """Yield the arguments that a call may refuse because of their values."""
-    if instr.op.namespace not in _OURS:
-        yield from instr.inputs()  # a custom op may check anything
-        return
-    name = instr.name
-    if name.startswith(_STRICT):
+def _asserted_by(instr: Instr) -> Iterator[Var]:
+    """Yield the arguments that a call may refuse because of their values; a custom op may check anything."""
+    if instr.op.namespace not in _OURS or instr.name.startswith(_STRICT):
         yield from instr.inputs()
-    elif name.startswith(_DIVISIONS) or not (instr.by_element or name in _LENIENT or instr.is_view):
+
+
+def _in_range_for(instr: Instr) -> Iterator[Var]:
+    """Yield the arguments that have to be in range for a call."""
+    name = instr.name
+    if name.startswith(_DIVISIONS) or not (instr.by_element or name in _LENIENT or instr.is_view):
         yield from (var for var in instr.inputs() if var.spec.dtype in _INTEGERS)
