@@ -125,6 +125,7 @@ class Certified:
         self._every = asked if type(asked) is int else 0  # 0 for powers of two
         self._calls, self._due = 0, self._every + 1 if self._every else 2
         self._recorded = self._record(backend)
+        self._give_back()
 
     def __call__(self, before: Before, /) -> Sequence[Tensor]:
         self._calls += 1
@@ -134,9 +135,14 @@ class Certified:
         with held_back(), _apart(turn.torn() for turn in {arena.turn for arena in self._arenas}):
             metrics = self._compared()
             uninterrupted(before)  # the slots hold the new state from here on
-        if self._recorded is None and _device(self._buffers).type == "cuda":
-            torch.cuda.empty_cache()  # what the comparison took goes back to the device
+        if self._recorded is None:
+            self._give_back()
         return metrics
+
+    def _give_back(self) -> None:
+        """Give the device back what a comparison took."""
+        if _device(self._buffers).type == "cuda":
+            torch.cuda.empty_cache()
 
     def _compared(self) -> Sequence[Tensor]:
         lowered, trial = self._lowered, self._trial
