@@ -416,6 +416,41 @@ def test_a_leaf_becomes_another_one_but_for_a_part_and_gets_an_input(compiled_on
     assert_as_eager(train_step, dict(reversed(first.items())), batches)
 
 
+def replaced_and_added(v: Tensor, w: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    """A value whose parts are replaced and added to, by rows that are known late; all that it was is kept."""
+    rows = x[0].argsort(stable=True)[:2]
+    replaced = v.mT.clone().index_put((rows,), x[:2])
+    filled = replaced.diagonal_scatter(x[0]).clone()
+    filled.diagonal().fill_(3)
+    other = filled.diagonal_scatter(w[0])
+    added = other.index_add(0, rows, x[:2])
+    kept = torch.cat([added.mT, v, added]), added.repeat(2, 1), torch.cat([other, added], 1)
+    return added.clamp(-8, 8), F.pad(replaced, (0, 1)), *kept
+
+
+@pytest.mark.filterwarnings("ignore:.*torch._prims_common.check:FutureWarning")  # torch's own, of a diagonal
+@compiled
+def test_what_is_added_to_a_value_is_there_for_all_that_read_the_sum(compiled_on: str) -> None:
+    """Torch's compiler, for less memory, put them in front of the addition (2.11 and 2.13)."""
+
+    def step(s: Any, x: Tensor) -> Any:
+        new, *metrics = replaced_and_added(s["v"], s["w"], x)
+        return {"v": new, "w": s["w"]}, metrics
+
+    generator = torch.Generator().manual_seed(0)
+
+    def some() -> Tensor:
+        return torch.randint(-8, 9, (4, 4), generator=generator).float().to(compiled_on)
+
+    state = fcg.place({"v": some(), "w": some()})
+    run, twin = fcg.graph_step(step, lowering="inductor", certify=False), fcg.fork(state)
+    for _ in range(CALLS):
+        x = some()
+        twin, expected = run.eager(twin, x)
+        state, metrics = run(state, x)
+        assert_trees_all_close((state, metrics), (twin, expected), rtol=0, atol=0)
+
+
 @compiled
 def test_what_reads_a_leaf_that_an_op_of_ones_own_writes_into(compiled_on: str) -> None:
     """A compiler waits with what is cheap to compute, here with all but the op."""

@@ -375,6 +375,27 @@ def test_a_compiled_step_that_goes_wrong_later_is_refused_before_its_state_count
         torch.testing.assert_close(fcg.snapshot(state).params, fcg.snapshot(twin).params)
 
 
+@pytest.mark.parametrize("device", [*DEVICES, "cpu as graphs"])
+def test_what_rounding_explains_at_a_later_call_alone_is_measured_there(device: str) -> None:
+    """A thousand is added and taken away again from the fourth call on: 1e-4 is its rounding, and was none before."""
+    device, _, graphs = device.partition(" ")
+    off = torch.zeros((), device=device)
+
+    def step_fn(state: Any, batch: Any) -> Any:
+        return {"w": state["w"] / 3 + ((batch["x"].sum(0) + batch["large"]) - batch["large"])}, {}
+
+    def compiler(graph: fx.GraphModule, inputs: Any) -> Any:
+        return lambda *given: [one + off if one.shape == (5,) else one for one in graph(*given)]
+
+    step = fcg.graph_step(step_fn, lowering=compiler, backend=AsGraphs() if graphs else "auto")
+    state = fcg.place({"w": torch.ones(5)}, device)
+    for call in range(1, 9):
+        off.fill_(1e-4 * (call >= 4))
+        x, large = torch.randn(2, 5, device=device), torch.tensor(1000.0 * (call >= 4), device=device)
+        state, _ = step(state, {"x": x, "large": large})
+    assert "on the values of calls 1, 2, 4, 8 " in step.explain()
+
+
 def test_an_interrupt_of_a_compared_call_leaves_a_whole_state() -> None:
     """It comes once the new state counts, as in any other call."""
     strikes = [False]

@@ -127,6 +127,7 @@ FILES = {
     "taps": "tests/test_taps.py",
     "taps_cuda": "tests/cuda/test_taps_cuda.py",
     "tensors": "tests/refusals/test_tensors.py",
+    "unchecked": "tests/test_unchecked.py",
     "trial": "tests/test_trial.py",
     "forks": "tests/test_forks.py",
     "turns": "tests/test_turns.py",
@@ -1164,5 +1165,13 @@ HAZARDS = (
          "return another value; a trace itself changes what `gc.isenabled()` says",
          "documented: open, and to be watched; debug=\"verify\" finds a method that was replaced",
          "debug::test_a_replaced_method_of_tensors_is_found"),
+    _row(225, 1, "N230",
+         "a call writes elements that it reads for others, in its kernel's order: `y[:, 1:] += y[:, :-1]`",
+         "refused: CaptureError, naming the line; `y[:, :-1].clone()`",
+         "tensors::test_a_call_that_reads_elements_that_it_writes_for_others",
+         "tensors::test_each_element_may_be_read_for_itself_and_a_copy_for_others"),
+    _row(226, 1, "N231", "a comparison on other values, or a warm-up, breaks an assertion: the GPU is unusable",
+         "impossible: what an assertion is computed from keeps its values",
+         "unchecked::test_what_may_hold_any_value"),
 )
 # fmt: on

@@ -538,4 +538,25 @@ SILENT = (
             f"{TRIAL}test_a_compiled_step_that_goes_wrong_later_is_refused_before_its_state_counts[4-cuda]",
         ),
     ),
+    Mutant(
+        "N230",
+        "a call may write elements that it reads for others",
+        (("                raise self._reads_what_it_writes(func)\n", "                pass\n"),),
+        ("tests/refusals/test_tensors.py::test_a_call_that_reads_elements_that_it_writes_for_others",),
+        no_gpu="it is refused in the trace",
+    ),
+    Mutant(
+        "N231",
+        "flags that are asserted may be computed from anything",
+        (("for var in instr.outputs() if strict or not", "for var in instr.outputs() if not"),),
+        ("tests/test_unchecked.py::test_what_may_hold_any_value[what is asserted]",),
+        no_gpu="it is found in the program",
+    ),
+    Mutant(
+        "N232",
+        "the compiler reorders reads of what a foreign op has written over",
+        ((', "reorder_for_peak_memory": False}\n)\n', "}\n)\n"),),
+        ("tests/test_old_values.py::test_what_is_added_to_a_value_is_there_for_all_that_read_the_sum[cpu]",),
+        no_gpu="torch's kernels for a host are ordered so",
+    ),
 )

@@ -543,6 +543,61 @@ def test_as_these_messages_advise():
         fcg.graph_step(lambda s, b: (s, {}), constants=(ADJACENCY,))({"w": torch.ones(1)}, a_batch())
 
 
+# -- elements that one call reads and writes --------------------------------------------------------------------
+
+
+def shift_columns(s, b):
+    y = b["x"].clone()
+    y[:, 1:] += y[:, :-1]
+    return y
+
+
+def copy_columns(s, b):
+    y = b["x"].clone()
+    y[:, 1:] = y[:, :-1]
+    return y
+
+
+def divide_by_a_column(s, b):
+    y = b["x"].clone()
+    return y.div_(y[:, -1:])
+
+
+def add_windows(s, b):
+    y = b["x"].clone()
+    return y.add_(y.reshape(-1)[:6].unfold(0, 3, 1))
+
+
+def write_into_an_argument(s, b):
+    y = b["x"].clone()
+    return torch.add(y[:, :-1], 1, out=y[:, 1:])
+
+
+@pytest.mark.parametrize(
+    "function", [shift_columns, copy_columns, divide_by_a_column, add_windows, write_into_an_argument]
+)
+def test_a_call_that_reads_elements_that_it_writes_for_others(function):
+    """Torch runs each of them, in the order of its kernel: the second smears its first column on a host."""
+    function(a_state(), a_batch())
+    match = (
+        r"writes elements that the same call reads for others(.|\n)*`y\[:, 1:\] \+= y\[:, :-1\]\.clone\(\)`"
+    )
+    assert_refused(metric(function), CaptureError, match, where=function)
+
+
+def test_each_element_may_be_read_for_itself_and_a_copy_for_others():
+    def step(s, b):
+        y, z = b["x"].clone(), b["x"].clone()
+        y[:, 1:] += y[:, :-1].clone()
+        y[[0, 1]] = y[[1, 0]]
+        z.add_(z).mul_(z.view(4, 3))
+        z[:, :1].add_(z[:, 1:2])  # columns next to each other
+        z[:2] -= z[2:]
+        return y, z
+
+    accepted(metric(step))
+
+
 # -- leaves that share memory -----------------------------------------------------------------------------------
 
 SHARED = {"w": torch.ones(3)}

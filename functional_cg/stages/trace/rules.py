@@ -243,7 +243,7 @@ class Rules:
             self._function,
             "writes elements that the same call reads for others.",
             rows=[f"{func}{at_here()}"],
-            why="Which of them a kernel reads before it writes is up to the kernel; torch itself raises where it can tell.",
+            why="A kernel may read them before or after it writes them; torch itself raises where it can tell.",
             fix="read a copy: `y[:, 1:] += y[:, :-1].clone()`.",
         )
 

@@ -1,7 +1,7 @@
 """Find the slots and inputs that may hold any value: no checked value is computed from them.
 
-An index is in range whatever a comparison says, or which element of some floats is the largest. An assertion is not, nor
-are probabilities: flags and places that these are computed from count like all else.
+An index is in range whatever a comparison says, or which element of some floats is the largest. An assertion may fail:
+flags and places that it is computed from count like all else, and so do those of probabilities.
 
 A step also runs on values other than those of its call: to warm up, and to see what a compiled function keeps of its
 first inputs. A call that checks its values may raise there. On a GPU the failed check makes the device unusable, and an
