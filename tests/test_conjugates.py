@@ -28,6 +28,28 @@ def test_a_product_with_a_conjugate_has_its_gradients_in_a_replay() -> None:
     assert_trees_all_equal(step(captured, x), step.eager(eager, x), "state and metrics")
 
 
+def test_a_solution_that_a_kernel_returns_as_its_conjugate() -> None:
+    """Of a system with one unknown; the trace knows nothing of that bit."""
+
+    def step(state: Any, b: Tensor) -> Any:
+        factors, pivots = torch.linalg.lu_factor(torch.view_as_complex(state["a"]))
+
+        def norm(b: Any) -> Tensor:
+            solved = torch.linalg.lu_solve(factors, pivots, torch.view_as_complex(b), left=False, adjoint=True)
+            return torch.view_as_real(solved.resolve_conj()).square().sum()
+
+        value, grad = fcg.value_and_grad(norm)(b)
+        return {"a": state["a"] + 1}, {"value": value, "grad": grad}
+
+    captured = fcg.graph_step(step, lowering="aten")
+    eager = fcg.fork(state := fcg.place({"a": torch.ones(1, 1, 2)}))
+    for _ in range(3):
+        b = torch.randn(1, 1, 2)
+        eager, expected = captured.eager(eager, b)
+        state, metrics = captured(state, b)
+        assert_trees_all_equal((state, metrics), (eager, expected))
+
+
 @pytest.mark.parametrize(
     "copy", [torch.clone, lambda x: torch.where(x.real[0] > 0, x, x)], ids=["clone", "where"]
 )

@@ -1,7 +1,8 @@
 """Hold results to the strides that the trace saw, where a kernel may choose others.
 
 A trace runs on fake tensors, whose formulas for strides are torch's own and are at times not those of its kernels. A
-later call may rely on them: a view fails on other strides, and `as_strided` reads other elements.
+later call may rely on them: a view fails on other strides, and `as_strided` reads other elements. Nor does a formula
+know that a kernel returns complex numbers as conjugates of what is in memory.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ __all__ = ["laid_out", "unsure"]
 
 
 def unsure(instr: Instr) -> list[Var]:
-    """Return the new results of a call whose strides a kernel may choose: those of calls on turned tensors."""
-    if all(_in_order(var) for var in instr.inputs()):
-        return []
+    """Return the new results of a call whose strides a kernel may choose: complex ones, those of turned tensors."""
+    turned = not all(_in_order(var) for var in instr.inputs())
     known = {var.storage for var in instr.inputs()}
     return [
         var
         for var in instr.outputs()
-        if len(var.spec.shape) > 1 and var.storage not in known and not _expanded(var)
+        if len(var.spec.shape) > 1
+        and (turned or var.spec.dtype.is_complex)
+        and var.storage not in known
+        and not _expanded(var)
     ]
 
 
@@ -33,6 +36,8 @@ def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     """
     if tensor is None:
         return tensor
+    if tensor.is_conj():
+        tensor = tensor.resolve_conj()
     here = tensor.stride()
     if here == stride or not tensor.numel():
         return tensor
