@@ -81,7 +81,8 @@ LAID: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded_number": lambda y: y[1, 1].expand(ROWS, COLUMNS),
     "expanded_row": lambda y: y[0].expand(ROWS, COLUMNS),
     "expanded_column": lambda y: y[:, :1].expand(ROWS, COLUMNS),
-    "overlapping": lambda y: y.reshape(-1).as_strided((ROWS, COLUMNS), (1, 1)),
+    # Of an expanded value torch divides the gradient by how many elements share memory, which rounds.
+    "overlapping": lambda y: y.contiguous().view(-1).as_strided((ROWS, COLUMNS), (1, 1)),
     "windows": lambda y: y.reshape(-1)[:6].unfold(0, COLUMNS, 1),
     "repeated": lambda y: y[:1].repeat(ROWS, 1),
     "turned": lambda y: y.t().contiguous().t(),

@@ -35,7 +35,9 @@ def test_a_solution_that_a_kernel_returns_as_its_conjugate() -> None:
         factors, pivots = torch.linalg.lu_factor(torch.view_as_complex(state["a"]))
 
         def norm(b: Any) -> Tensor:
-            solved = torch.linalg.lu_solve(factors, pivots, torch.view_as_complex(b), left=False, adjoint=True)
+            solved = torch.linalg.lu_solve(
+                factors, pivots, torch.view_as_complex(b), left=False, adjoint=True
+            )
             return torch.view_as_real(solved.resolve_conj()).square().sum()
 
         value, grad = fcg.value_and_grad(norm)(b)
