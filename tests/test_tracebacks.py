@@ -331,12 +331,15 @@ def test_layers_that_a_library_leaves_out_at_random_are_selected(helpful):
             self.layer, self.p = layer, p
 
         def forward(self, x, *args, **kwargs):
-            return torch.where(torch.rand([], device=x.device) < self.p, x, self.layer(x, *args, **kwargs))
+            y = self.layer(x, *args, **kwargs)
+            return torch.where(torch.rand([], device=x.device) < self.p, x, y) if self.training else y
 
     for p in (0.0, 0.5, 1.0):
         stack = helpful.Stack(0.0)
+        whole = stack(X)
         stack.layers = nn.ModuleList(Selected(layer, p) for layer in stack.layers)
         assert torch.equal(predicted(stack), X) is (p == 1.0)
+        torch.testing.assert_close(stack.eval()(X), whole)
 
 
 def test_what_a_library_draws_by_numpy_is_drawn_by_torch(helpful):

@@ -21,7 +21,8 @@ __all__ = ["copy_fix", "in_place_fix", "keyed_fix", "sync_fix"]
 # Libraries leave out layers at random, with a rate that is a number of the module or its configuration.
 _LEFT_OUT = (
     "what is drawn decides which layers run; set that rate, such as `layerdrop`, to 0, and put each layer into "
-    "a module that selects, `torch.where(torch.rand([], device=x.device) < p, x, self.layer(x, *args, **kwargs))`"
+    "a module that selects, `y = self.layer(x, *args, **kwargs)`, "
+    "`return torch.where(torch.rand([], device=x.device) < p, x, y) if self.training else y`"
 )
 _EXPERTS = '`model.set_experts_implementation("batched_mm")` computes experts without a loop over them'
 
