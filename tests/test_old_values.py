@@ -431,7 +431,7 @@ def replaced_and_added(v: Tensor, w: Tensor, x: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.filterwarnings("ignore:.*torch._prims_common.check:FutureWarning")  # torch's own, of a diagonal
 @compiled
 def test_what_is_added_to_a_value_is_there_for_all_that_read_the_sum(compiled_on: str) -> None:
-    """Torch's compiler, for less memory, put them in front of the addition (2.11 and 2.13)."""
+    """Torch's compiler put some of them in front of the addition, on a host and for less memory (2.11 and 2.13)."""
 
     def step(s: Any, x: Tensor) -> Any:
         new, *metrics = replaced_and_added(s["v"], s["w"], x)

@@ -60,8 +60,8 @@ _BESIDE: Mapping[str, Any] = MappingProxyType({"allow_buffer_reuse": False, "inp
 
 # CPU loops of fewer elements run on one thread: waking another takes longer than inductor assumes. A step with four
 # layers of width 64 takes 0.13 ms instead of 0.17 ms.
-# On a CPU the compiler leaves out roundings that a call asks for unless it keeps all. And where it orders launches for
-# less memory, it reads a value before a write that waits for an op of others, such as our checks of indices.
+# On a CPU the compiler leaves out roundings that a call asks for unless it keeps all. There it also forgets, for loops
+# whose ranges it aligns, which write a read waits for; an order for less memory then reads too early (2.11 and 2.13).
 _ON_HOST: Mapping[str, Any] = MappingProxyType(
     {"cpp.min_chunk_size": 8192, "emulate_precision_casts": True, "reorder_for_peak_memory": False}
 )
