@@ -13,7 +13,7 @@ from ..messages.source import at_here
 from ..state.arena import BufferSpec
 from ..tensors.aten import full_name
 
-__all__ = ["MIXED_DTYPES", "not_strided", "refuse_layouts", "refuse_mixed_dtypes"]
+__all__ = ["MIXED_DTYPES", "PRODUCTS", "not_strided", "refuse_layouts", "refuse_mixed_dtypes"]
 
 MIXED_DTYPES = "expected tensors of one dtype"
 
@@ -22,7 +22,7 @@ _PADDED = (
     "pad its parts to one length, `torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)`; a mask tells real rows "
     "from padding, `torch.arange(x.shape[1]) < lengths[:, None]`."
 )
-_PRODUCTS = frozenset(
+PRODUCTS = frozenset(
     {
         "aten::addbmm",
         "aten::addmm",
@@ -75,6 +75,6 @@ def refuse_mixed_dtypes(func: Any, tensors: Sequence[Tensor]) -> None:
     Raises:
       RuntimeError: Naming the dtypes.
     """
-    if full_name(func) in _PRODUCTS and len({tensor.dtype for tensor in tensors}) > 1:
+    if full_name(func) in PRODUCTS and len({tensor.dtype for tensor in tensors}) > 1:
         found = ", ".join(str(BufferSpec.of(tensor)) for tensor in tensors)
         raise RuntimeError(f"{MIXED_DTYPES}, got {found}")

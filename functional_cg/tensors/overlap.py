@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["byte_range", "overlapping", "overlaps_itself", "storage_key"]
+__all__ = ["byte_range", "crosses", "overlapping", "overlaps_itself", "share_bytes", "storage_key"]
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -32,6 +32,54 @@ def overlaps_itself(tensor: Tensor) -> bool:
             return step == 0 or _distinct_elements(tensor) < tensor.numel()
         reach += (size - 1) * step
     return False
+
+
+def crosses(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors of one storage share bytes, but not each element with the one at its own place.
+
+    An element may be a part of the other one, as the real part is of a complex number.
+    """
+    (first, steps), (second, others) = _laid(one), _laid(other)
+    within = 0 <= first - second <= other.itemsize - one.itemsize
+    around = 0 <= second - first <= one.itemsize - other.itemsize
+    return not (steps == others and (within or around)) and share_bytes(one, other)
+
+
+def share_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors of one storage share bytes."""
+    if not one.numel() or not other.numel():
+        return False
+    (first, steps), (second, others) = _laid(one), _laid(other)
+    reach: dict[int, list[int]] = {}  # by step, how far it may lead down and up
+    for sign, dims in ((0, others), (1, steps)):
+        for size, step in dims:
+            reach.setdefault(step, [0, 0])[sign] += size - 1
+    terms = [(step, -down, up) for step, (down, up) in sorted(reach.items(), reverse=True) if step]
+    return _is_met(terms, second - first - one.itemsize + 1, second - first + other.itemsize - 1)
+
+
+def _laid(tensor: Tensor) -> tuple[int, list[tuple[int, int]]]:
+    """Return where a tensor begins, and its sizes and steps but for those of 1, in bytes."""
+    width = tensor.itemsize
+    dims = [(n, step * width) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
+    return int(tensor.storage_offset()) * width, dims
+
+
+def _is_met(terms: Sequence[tuple[int, int, int]], least: int, most: int) -> bool:
+    """Whether a sum of multiples of steps lies within bounds.
+
+    Args:
+      terms: Each step, largest first, with the least and the greatest multiple of it.
+      least: The lower bound.
+      most: The upper bound.
+    """
+    if not terms:
+        return least <= 0 <= most
+    (step, low, high), *rest = terms
+    down = sum(one * fewest for one, fewest, _ in rest)
+    up = sum(one * greatest for one, _, greatest in rest)
+    first, last = max(low, -((up - least) // step)), min(high, (most - down) // step)
+    return any(_is_met(rest, least - step * n, most - step * n) for n in range(first, last + 1))
 
 
 def _distinct_elements(tensor: Tensor) -> int:

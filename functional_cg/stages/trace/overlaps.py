@@ -1,0 +1,71 @@
+"""Find calls that write elements which they read for others, such as ``y[:, 1:] += y[:, :-1]``.
+
+A kernel may read such an element before or after it is written. Torch raises where it can tell, which is not everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...tensors.aten import full_name, tensors_in
+from ...tensors.overlap import crosses, share_bytes, storage_key
+from ..kinds import PRODUCTS
+
+__all__ = ["reads_what_it_writes"]
+
+# They read the number that they fill with before they write.
+_FILLS = frozenset({"aten::fill_", "aten::index_fill_", "aten::masked_fill_"})
+_OF_LISTS = "aten::_foreach_"
+
+
+def reads_what_it_writes(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Tensor]
+) -> bool:
+    """Whether a call writes an element that it reads for another one.
+
+    Args:
+      func: The op.
+      args: Its arguments.
+      kwargs: Those by keyword.
+      written: The tensors that it writes.
+    """
+    name = full_name(func)
+    if name in _FILLS:
+        return False
+    if name.startswith(_OF_LISTS):
+        return _one_by_one(args)
+    if name.removesuffix("_") in PRODUCTS:  # each element is read for a whole row
+        read = list(tensors_in([*args, *(one for key, one in kwargs.items() if key != "out")]))
+        of_itself = "out" not in kwargs  # it adds to its first argument
+        return any(_share(one, other) for one in written for other in read[of_itself:])
+    read = list(tensors_in([*args, *kwargs.values()]))
+    return any(_crosses(one, other) for one in written for other in read)
+
+
+def _one_by_one(args: Sequence[Any]) -> bool:
+    """Whether a position of lists reads or writes what another one writes: torch may run them in any order."""
+    lists = [one if isinstance(one, (list, tuple)) else [one] * len(args[0]) for one in args]
+    by_storage: dict[int, list[tuple[int, int, Tensor]]] = {}
+    for number, tensors in enumerate(lists):
+        for place, one in enumerate(tensors):
+            if isinstance(one, Tensor):
+                by_storage.setdefault(storage_key(one), []).append((number, place, one))
+    return any(
+        (number, place) != (0, at) and (share_bytes(one, other) if at != place else crosses(one, other))
+        for group in by_storage.values()
+        if len(group) > 1
+        for of_list, at, one in group
+        if of_list == 0
+        for number, place, other in group
+    )
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    return storage_key(one) == storage_key(other) and share_bytes(one, other)
+
+
+def _crosses(one: Tensor, other: Tensor) -> bool:
+    return one is not other and storage_key(one) == storage_key(other) and crosses(one, other)
