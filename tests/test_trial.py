@@ -28,6 +28,7 @@ from functional_cg.stages.run.capture import CPUBackend
 from functional_cg.stages.trial.distances import Distances
 from functional_cg.stages.trial.host_memory import HostMemory
 from functional_cg.stages.trial.judge import Judge
+from functional_cg.stages.trial.recorded import Recorded
 from functional_cg.stages.trial.reference import Output
 from functional_cg.stages.trial.trial import Trial
 from functional_cg.stages.trial.ulps import Shaker
@@ -550,7 +551,7 @@ def test_too_little_memory_at_a_later_call_leaves_it_out(
 ) -> None:
     step = fcg.graph_step(lambda s, x: ({"w": s["w"] + x}, s["w"].sum()), lowering=lambda graph, _: graph)
     state, _ = step({"w": torch.zeros(3)}, torch.ones(3))
-    monkeypatch.setattr(Judge, "expect_recorded", lambda *_: raise_(torch.OutOfMemoryError("no room")))
+    monkeypatch.setattr(Recorded, "expect", lambda *_: raise_(torch.OutOfMemoryError("no room")))
     with caplog.at_level(logging.WARNING, "functional_cg"):
         state, total = step(state, torch.ones(3))
     assert (state["w"].tolist(), total) == ([2.0, 2.0, 2.0], 3)
@@ -632,8 +633,7 @@ class Rerun:
 
     at_once = 0
 
-    def owns(self, number: int, value: Tensor) -> bool:
-        return False
+    kept = 0
 
     def run(self, buffers: Any, see: Any, shaker: Any = None, watch: Any = None) -> None:
         see(0, self.value if shaker is None else self.moved)
@@ -649,8 +649,7 @@ def test_what_rounding_once_made_infinite_is_compared_again() -> None:
     judge, buffers = Judge(cast("Any", rerun), lambda flag: flag), Buffers((), (), ())
 
     def compared(got: Tensor) -> list[Any]:
-        judge.expect(buffers)
-        return judge.compare([got], buffers, lambda: None)
+        return judge.compare([got], [rerun.value], buffers, lambda: None)
 
     assert compared(torch.tensor([1.0, 2.5])) == []
     rerun.value, rerun.moved = torch.zeros(2), torch.zeros(2)
@@ -659,7 +658,7 @@ def test_what_rounding_once_made_infinite_is_compared_again() -> None:
     assert "differs by 0.5" in str(compared(torch.tensor([1.0, 2.5]))[0])
     huge = Rerun(torch.tensor([1e200, -1e200], dtype=torch.float64), value)
     judge = Judge(cast("Any", huge), lambda flag: flag)
-    assert compared(huge.value) == []
+    assert judge.compare([huge.value], [huge.value], buffers, lambda: None) == []
 
 
 # -- its parts -------------------------------------------------------------------------------------------------------
