@@ -530,7 +530,12 @@ SILENT = (
     Mutant(
         "N229",
         "a later comparison reads a copy of the distances of the first one",
-        (("    if len(parts) == 1:\n        return parts[0]\n", ""),),
+        (
+            (
+                "        self.measure()\n",
+                "        self.measure()\n        self._measured = [(n, one.clone()) for n, one in self._measured]\n",
+            ),
+        ),
         (
             f"{TRIAL}test_a_compiled_step_that_goes_wrong_later_is_refused_before_its_state_counts[4-cpu as graphs]",
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -91,16 +92,14 @@ class Recorded:
         """Free the graphs and their memory."""
         for replay in self._replays:
             replay.close()
-        self._values.clear()
+        self._values = _Values()
 
 
+@dataclass
 class _Values:
-    """Outputs, those of the program, and distances from them."""
+    """Outputs, those of the program, and distances from them; apart from the comparison, which runs refer to these."""
 
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self.outputs: Sequence[Tensor] = ()
-        self.expected: Sequence[Tensor] = ()
-        self.apart, self.moved = Distances(), Distances()
+    outputs: Sequence[Tensor] = ()
+    expected: Sequence[Tensor] = ()
+    apart: Distances = field(default_factory=Distances)
+    moved: Distances = field(default_factory=Distances)

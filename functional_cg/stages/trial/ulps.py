@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 import random
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -87,23 +86,20 @@ class Shaker:
 
     def scalars(self, instr: Instr) -> Instr:
         """Return the call with its Python numbers rounded as kernels may hold them."""
-        if not any(isinstance(value, float) for value in _flat((*instr.args, *instr.kwargs.values()))):
-            return instr
         kwargs = {name: self._moved(value) for name, value in instr.kwargs.items()}
         return replace(instr, args=self._moved(instr.args), kwargs=kwargs)
 
     def _moved(self, value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._moved(item) for item in value)
+        if type(value) in (list, tuple):
+            return type(value)(map(self._moved, value))
         if not isinstance(value, float) or not math.isfinite(value) or _is_single(value):
             return value
         return value * (1.0 + self.dice.randint(-self.most, self.most) * 2.0**-24)
 
     def results(self, instr: Instr, made: list[tuple[Var, Tensor]]) -> None:
         """Perturb the results of a call, in place."""
-        written = (
-            instr.writes if instr.op._overloadname.endswith("out") else ()
-        )  # what it writes, it does not read
+        # An op reads what it writes, unless that is its `out`.
+        written = instr.writes if instr.op._overloadname.endswith("out") else ()
         if len(written) < len(instr.writes) or instr.name in _MOVES or instr.is_view:
             return
         taken = {var.storage for var in instr.inputs()} - {var.storage for var in written}
@@ -125,14 +121,6 @@ class Shaker:
         seed, scale = self.dice.getrandbits(31), spread / math.sqrt(tensor.numel())
         root = torch.linalg.vector_norm(flat, dtype=_WIDE.get(flat.dtype)) if spread else None
         move(flat, most, root, scale, seed, direction)
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _flat(item)
-    else:
-        yield value
 
 
 def _is_single(value: float) -> bool:
