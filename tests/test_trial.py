@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import functional_cg as fcg
+from functional_cg.stages.evaluate import evaluate
 from functional_cg.stages.plan import Buffers
 from functional_cg.stages.program import Var
 from functional_cg.stages.run.capture import CPUBackend
@@ -795,6 +796,30 @@ def test_an_update_is_made_leaf_by_leaf() -> None:
     reference = fcg.graph_step(train_step).lower(state, torch.randn(1024)).reference
     buffers = Buffers(state._lease.arena.slots, [torch.randn(1024)], [])
     assert _most(reference, buffers) < 44 * 4096
+
+
+def test_a_result_that_a_kernel_omits_is_none_of_a_run() -> None:
+    """As attention of cuDNN does: without gradients, nobody reads the logarithms of its sums."""
+    x = torch.randn(1, 2, 16, 8)
+    reference = fcg.graph_fn(lambda x: F.scaled_dot_product_attention(x, x, x)).lower(x).reference
+    (expected,) = reference.values(Buffers([], [x], []))
+
+    def omitting(instr: Any, value: Any) -> Any:
+        result = evaluate(instr, value)
+        return (result[0], None) if isinstance(result, tuple) else result
+
+    with mock.patch("functional_cg.stages.trial.reference.evaluate", omitting):
+        shaken: list[Tensor] = []
+        reference.run(Buffers([], [x], []), lambda number, value: shaken.append(value), Shaker())
+        assert torch.equal(reference.values(Buffers([], [x], []))[0], expected)
+    torch.testing.assert_close(shaken[0], expected)
+
+
+def test_a_perturbed_run_keeps_nothing_of_its_calls() -> None:
+    reference = fcg.graph_fn(lambda x: x * 0.1 + 0.7).lower(torch.ones(3)).reference
+    for _ in range(2):
+        reference.run(Buffers([], [torch.ones(3)], []), lambda number, value: None, Shaker())
+        assert reference._unsure.keys() == set(reference._instrs)
 
 
 def outputs(reference: Any, buffers: Buffers) -> list[Tensor]:

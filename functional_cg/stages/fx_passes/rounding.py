@@ -98,19 +98,20 @@ def _round_operands(graph: fx.Graph, node: fx.Node) -> bool:
     """
     if not node.meta.get("result") or torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return False
-    operands = [(one, one.meta["val"]) for one in node.all_input_nodes if _is_float(one)]
-    most = max((value.dim() for _, value in operands), default=0)
-    dtypes = {value.dtype for _, value in operands if min(value.dim(), 1) == min(most, 1)}
+    every = [(one, one.meta.get("val")) for one in node.all_input_nodes]
+    operands = [(one, value) for one, value in every if isinstance(value, Tensor) and not value.is_complex()]
+    floats = [value for _, value in operands if value.is_floating_point()]
+    most = max((value.dim() for value in floats), default=0)
+    dtypes = {value.dtype for value in floats if min(value.dim(), 1) == min(most, 1)}
     if len(dtypes) != 1 or not dtypes <= _HALF:
         return False
     (dtype,) = dtypes
     on_host = node.meta["val"].device.type == "cpu"
     kept = node.args[1] if node.target in _SINGLE_ON_A_HOST and on_host else None
-    operands += [(one, one.meta["val"]) for one in node.all_input_nodes if _is_integer(one)]
     wide = [
         (one, value)
         for one, value in operands
-        if value.dtype not in _HALF and (one is not kept or value.dim())
+        if value.dtype not in _HALF | {torch.bool} and (one is not kept or value.dim())
     ]
     for one, value in wide:
         with graph.inserting_before(node):
@@ -120,20 +121,6 @@ def _round_operands(graph: fx.Graph, node: fx.Node) -> bool:
     if node.target in _COMPARISONS and isinstance(node.args[1], float):
         node.args = (node.args[0], torch.tensor(node.args[1], dtype=dtype).item())
     return bool(wide)
-
-
-def _is_float(node: fx.Node) -> bool:
-    value: Any = node.meta.get("val")
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _is_integer(node: fx.Node) -> bool:
-    value: Any = node.meta.get("val")
-    return (
-        isinstance(value, Tensor)
-        and value.dtype is not torch.bool
-        and not (value.is_floating_point() or value.is_complex())
-    )
 
 
 def _is_half(node: fx.Node) -> bool:

@@ -47,9 +47,8 @@ class Distances:
             self._unlike.append(number)
             return
         group = one.device, not (one.is_floating_point() or one.is_complex())
-        waiting = self._waiting.setdefault(group, [])
         for piece, other in zip(_pieces(one), _pieces(expected), strict=True):
-            waiting.append((number, piece, other))
+            self._waiting.setdefault(group, []).append((number, piece, other))
             self._counts[group] = self._counts.get(group, 0) + len(piece)
             if self._counts[group] >= _CHUNK:
                 self._measure(group)

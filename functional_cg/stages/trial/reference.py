@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...messages.source import Location
-from ..evaluate import evaluate, quiet
+from ..evaluate import assigned, evaluate, quiet
 from ..layouts import laid_out, unsure
 from ..lifetimes import last_uses, peak_bytes, storage_bytes
 from ..passes.fused import at_places, group_size
@@ -233,16 +233,11 @@ class Reference:
 
     def raises_at(self, buffers: Buffers) -> Location | None:
         """Return the user's line whose call raises on these buffers; None if no call raises."""
-        values = self._bound(buffers)
-        static = frozenset(values)
-        with quiet():
-            for instr in self._instrs:
-                if instr.op is _SHOWN:
-                    continue
-                try:
-                    self._call(instr, values, static, None)
-                except Exception:  # whatever a kernel raises
-                    return instr.site
+        done: list[Instr] = []
+        try:
+            self.run(buffers, lambda number, value: None, watch=lambda instr, made: done.append(instr))
+        except Exception:  # whatever a kernel raises
+            return [instr for instr in self._instrs if instr.op is not _SHOWN][len(done)].site
         return None
 
     def site_of(self, var: Var) -> Location | None:
@@ -273,8 +268,8 @@ class Reference:
         result = evaluate(instr, given.__getitem__)
         made = [
             (var, laid_out(one, var.spec.stride) if var in turned else one)
-            for var, one in _assigned(instr.out, result)
-            if var not in static
+            for var, one in assigned(instr.out, result)
+            if var not in static and one is not None
         ]
         values.update(made)
         if shaker is not None:
@@ -294,14 +289,3 @@ def _leaf_by_leaf(instr: Instr) -> list[Instr]:
 def _copied(instr: Instr) -> int:
     """Return the extra bytes that a shaker takes for a call: it perturbs copies of some arguments."""
     return sum(var.spec.nbytes for var in set(instr.inputs())) if copies_arguments(instr) else 0
-
-
-def _assigned(out: object, value: object) -> Iterable[tuple[Var, Tensor]]:
-    """Yield the variables of a result with their tensors."""
-    if isinstance(out, Var):
-        assert isinstance(value, Tensor)
-        yield out, value
-    elif isinstance(out, (list, tuple)):
-        assert isinstance(value, (list, tuple))
-        for item, part in zip(out, value, strict=False):
-            yield from _assigned(item, part)
