@@ -1,10 +1,11 @@
 """Judge a compiled plan: do its results equal those of the program up to rounding?
 
-The program is run as traced, call by call. A compiler rounds at different places, so results differ by rounding. How
-much that can be is measured by running the program again with the results of its calls perturbed by an ulp
-(:mod:`.ulps`). A leaf that differs by more than a few times what such runs show is not explained by rounding. Discrete
-choices (a sampled token, a chosen route) flip in some of these runs, too: before anything is refused, further runs with
-larger perturbations are made. What rounding explained once, as a part of a leaf's size, it explains at a later call.
+The program runs as traced, call by call. A compiler rounds in other places, so its results differ. To learn by how
+much they may differ, the judge runs the program again and perturbs the results of its calls by an ulp (:mod:`.ulps`).
+Rounding does not explain a leaf that differs by more than a few times what such runs show. Some of these runs also flip
+discrete choices (a sampled token, a chosen route), so the judge makes further runs with larger perturbations before it
+refuses anything. If rounding explained a difference once, as a part of a leaf's size, the judge accepts as large a part
+at later calls without measuring again.
 """
 
 from __future__ import annotations
@@ -85,13 +86,13 @@ def load_kernels(device: torch.device) -> None:
 
 
 def miscompiled(name: str, what: str, rows: Iterable[str], why: str) -> MiscompileError:
-    """Return the error for a step that the compiler got wrong.
+    """Return the error for a step that was compiled incorrectly.
 
     Args:
       name: Name of the step.
-      what: What the compiled step computes, and what happened to the state.
-      rows: What differs.
-      why: When it was compared.
+      what: What the compiled step computes, and whether the state has changed.
+      rows: The differences, one per line.
+      why: When and how it was compared.
     """
     return MiscompileError.of(
         name,

@@ -98,7 +98,7 @@ class Trial:
         self._judge = Judge(reference, together)
         self.lacking, self.share, self.kind = 0, 0.0, ""
         self._on_host = True  # whether the host keeps the outputs of the program
-        self._ends = set[int]()  # calls that make the first numbers that are not finite of those of the call
+        self._ends = set[int]()  # calls that make the first infinities or NaNs on the values of the call
 
     def rehearse(self, buffers: Buffers, scratch: Sequence[Tensor]) -> None:
         """Compile the plan and run it once on other inputs, so that the trial exposes anything it keeps of them.
@@ -202,7 +202,7 @@ class Trial:
         return (run() if restored and not refused else metrics), found
 
     def record(self, make: Callable[[], Recorded], room: int) -> Recorded | None:
-        """Record the comparison of later calls, if each rank can, within so many bytes."""
+        """Record the comparison of later calls, if every rank can do so within ``room`` bytes; else return None."""
         if self._together(bool(self.lacking) or _RUNS * self._reference.at_once > room):
             return None
         recorded: Recorded | None = None
@@ -231,10 +231,10 @@ class Trial:
 
 
 class TrialOfFunctions(Trial):
-    """Compares each compiled function of a plan with its calls, on what it gets in a run; all else are ATen calls.
+    """Compares each compiled function of a plan with its calls, on the arguments of a run; the rest are ATen calls.
 
-    A function that runs for each micro-batch is compared as often whatever their number, and by each rank alone. One of
-    its calls will do where memory is too little for the others.
+    Each rank compares a function alone, at its first and its last call, however many micro-batches there are. If memory
+    is too little for one of these calls, the other one is enough.
     """
 
     def record(self, make: Callable[[], Recorded], room: int) -> Recorded | None:

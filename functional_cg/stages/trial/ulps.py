@@ -1,15 +1,15 @@
 """Measure what rounding does to a program: run it again with each call's results perturbed by an ulp.
 
-Two programs that compute the same thing in another order round at different places. How much their results may differ
-is not known in advance: a sum of thousands of terms, the sign of a gradient near zero, a sampled token can each amplify
-the last bits without limit. So it is measured: run one program again, perturb the results of its calls by an ulp at
-random, and see how its outputs change.
+Two programs that compute the same thing in another order round in different places. Nobody knows in advance how much
+their results may differ: a sum of thousands of terms, the sign of a gradient near zero, a sampled token can each
+amplify the last bits without limit. So we measure it: run one program again, perturb the results of its calls by an ulp
+at random, and see how its outputs change.
 
-Python numbers among the arguments are perturbed, too: kernels hold them in float32, which costs three digits when an
+We perturb Python numbers among the arguments, too: kernels hold them in float32, which costs three digits when an
 optimizer subtracts its decay of 0.999 from 1.
 
-Only rounded results are perturbed. A result whose last bits are zero is taken to be exact, such as a whole number. So
-an exact program shows no spread at all, and any result that is not equal to it is wrong.
+We perturb only rounded results. A result whose last bits are zero, such as a whole number, counts as exact. So an
+exact program shows no spread at all, and any result that is not equal to it is wrong.
 
 Source: Parker 1997, "Monte Carlo Arithmetic: exploiting randomness in floating-point arithmetic".
 """
@@ -141,7 +141,7 @@ def _flat_in_memory(tensor: Tensor) -> Tensor | None:
 
 
 def copies_arguments(instr: Instr) -> bool:
-    """Whether arguments of a call may be perturbed, which are copied for it."""
+    """Whether a shaker may perturb arguments of a call, and so copies them."""
     return _decides(instr) or instr.name in _CANCELS
 
 

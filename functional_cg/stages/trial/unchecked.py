@@ -1,11 +1,12 @@
-"""Find the slots and inputs that may hold any value: no checked value is computed from them.
+"""Find the slots and inputs that may hold any value: no call checks a value that is computed from them.
 
-An index is in range whatever a comparison says, or which element of some floats is the largest. An assertion may fail:
-flags and places that it is computed from count like all else, and so do those of probabilities.
+A step also runs on values other than those of its call: to warm up, and to reveal what a compiled function keeps of its
+first inputs. A call that checks its values may raise there. On a GPU a failed check makes the device unusable, and on a
+CPU an integer division by zero kills the process.
 
-A step also runs on values other than those of its call: to warm up, and to see what a compiled function keeps of its
-first inputs. A call that checks its values may raise there. On a GPU the failed check makes the device unusable, and an
-integer division by zero kills the process.
+There are two kinds of checks. An index must be in range; one made from a comparison or from ``argmax`` of floats always
+is, so the walk stops there. An assertion, or a check of probabilities, may fail for any reason, so the walk continues
+through comparisons, too: it is the strict one.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class _Call:
     """What a call does with memory.
 
     Attributes:
-      made: For each storage that it makes or writes, those of the arguments from which it is computed; for indices,
-        without results that are in range for any arguments.
+      made: The storages of the arguments from which it computes each storage that it makes or writes. If not strict,
+        results that are in range for any arguments are left out.
       checked: The storages of the arguments that it may refuse because of their values.
     """
 
@@ -111,12 +112,12 @@ class _Call:
 
 
 def _in_reverse(instrs: Sequence[Instr], *, strict: bool) -> list[_Call]:
-    """Return the calls, the last one first: what they check of any values, or whether indices are in range."""
+    """Return what calls do, last call first. If strict, they check any values; else, whether indices are in range."""
     return [_Call.of(instr, strict=strict) for instr in reversed(instrs)]
 
 
 def _summary(template: Template, *, strict: bool) -> tuple[Sequence[int], list[tuple[int, Sequence[int]]]]:
-    """Return which of what a template is given is checked, and, for a result in each storage, what it is made of."""
+    """Return which arguments a template checks, and from which it computes each storage of its results, by place."""
     calls, given = _in_reverse(template.calls, strict=strict), [var.storage for var in template.given]
 
     def among(storages: set[int]) -> Sequence[int]:
@@ -128,11 +129,11 @@ def _summary(template: Template, *, strict: bool) -> tuple[Sequence[int], list[t
 
 
 def _computed_from(calls: Iterable[_Call], checked: set[int]) -> set[int]:
-    """Return the storages that the given ones, and those that calls check, are computed from, and these.
+    """Add to checked storages those that the calls check, and all from which these are computed; return the set.
 
     Args:
       calls: The calls, the last one first.
-      checked: The given storages.
+      checked: Storages that are checked after the calls; written.
     """
     for call in calls:
         for made in call.made.keys() & checked:
