@@ -31,7 +31,7 @@ from functional_cg.stages.trial.host_memory import HostMemory
 from functional_cg.stages.trial.judge import Judge
 from functional_cg.stages.trial.recorded import Recorded
 from functional_cg.stages.trial.reference import Output
-from functional_cg.stages.trial.trial import Trial
+from functional_cg.stages.trial.trial import Certificate, Trial
 from functional_cg.stages.trial.ulps import Shaker
 from functional_cg.state.arena import BufferSpec
 from functional_cg.testing import assert_trees_all_equal
@@ -306,6 +306,14 @@ def test_the_options(caplog: pytest.LogCaptureFixture) -> None:
             ValueError, match="certify must be 'auto', 'first', a number of calls, True or False"
         ):
             fcg.graph_step(lambda s, x: (s, {}), certify=wrong)  # type: ignore[call-overload]
+
+
+def test_a_certificate_of_many_calls_keeps_few() -> None:
+    certificate = Certificate(certified=True)
+    for call in range(2, 1001):
+        certificate = certificate.also(call, 0.0)
+        assert len(certificate.calls) <= 5
+    assert "on the values of calls 1, 2, 3, …, 1,000 it" in str(certificate)
 
 
 def test_too_little_memory_leaves_it_out_and_says_by_how_much(

@@ -32,9 +32,9 @@ __all__ = ["Certificate", "See", "Trial", "TrialOfFunctions"]
 See = Callable[[Program, Sequence[Tensor], Sequence[Tensor]], None]
 
 _log = logging.getLogger("functional_cg")
-_GROSS = 8.0  # times as much as rounding explains is a mistake on values that nobody asked for
-_RUNS = 2  # of the program that a recorded comparison holds
-_SHOWN = 4  # calls named in a certificate
+_GROSS = 8.0  # on values that nobody asked for, a mistake is this many times as much as rounding explains
+_RECORDED_RUNS = 2  # runs of the program in a recorded comparison, each with memory of its own
+_NAMED = 4  # calls that a certificate names
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Certificate:
       certified: Whether it was compared and computes the same.
       why_not: Why it was not compared.
       share: The largest difference, as a fraction of what rounding explains.
-      calls: The calls at which it was compared.
+      calls: The calls at which it was compared; of many, the first ones and the last.
     """
 
     certified: bool
@@ -55,7 +55,7 @@ class Certificate:
 
     def also(self, call: int, share: float) -> Certificate:
         """Return a certificate for one more call."""
-        before = self.calls if self.certified else ()
+        before = self.calls[:_NAMED] if self.certified else ()
         return Certificate(certified=True, share=max(self.share, share), calls=(*before, call))
 
     def __str__(self) -> str:
@@ -65,8 +65,8 @@ class Certificate:
             f"differences come to {self.share:.0%} of what rounding explains" if self.share else "bit by bit"
         )
         named = [f"{call:,}" for call in self.calls]
-        if len(named) > _SHOWN:
-            named = [*named[: _SHOWN - 1], "…", named[-1]]
+        if len(named) > _NAMED:
+            named[_NAMED - 1 : -1] = ["…"]
         calls = f"calls {', '.join(named)}" if self.calls != (1,) else "the first call"
         return f"certified: on the values of {calls} it computes what its calls do one by one; {found}"
 
@@ -203,7 +203,7 @@ class Trial:
 
     def record(self, make: Callable[[], Recorded], room: int) -> Recorded | None:
         """Record the comparison of later calls, if every rank can do so within ``room`` bytes; else return None."""
-        if self._together(bool(self.lacking) or _RUNS * self._reference.at_once > room):
+        if self._together(bool(self.lacking) or _RECORDED_RUNS * self._reference.at_once > room):
             return None
         recorded: Recorded | None = None
         try:
