@@ -22,14 +22,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import functional_cg as fcg
+from functional_cg.stages.evaluate import evaluate
 from functional_cg.stages.plan import Buffers
 from functional_cg.stages.program import Var
 from functional_cg.stages.run.capture import CPUBackend
 from functional_cg.stages.trial.distances import Distances
 from functional_cg.stages.trial.host_memory import HostMemory
 from functional_cg.stages.trial.judge import Judge
+from functional_cg.stages.trial.recorded import Recorded
 from functional_cg.stages.trial.reference import Output
-from functional_cg.stages.trial.trial import Trial
+from functional_cg.stages.trial.trial import Certificate, Trial
 from functional_cg.stages.trial.ulps import Shaker
 from functional_cg.state.arena import BufferSpec
 from functional_cg.testing import assert_trees_all_equal
@@ -306,6 +308,14 @@ def test_the_options(caplog: pytest.LogCaptureFixture) -> None:
             fcg.graph_step(lambda s, x: (s, {}), certify=wrong)  # type: ignore[call-overload]
 
 
+def test_a_certificate_of_many_calls_keeps_few() -> None:
+    certificate = Certificate(certified=True)
+    for call in range(2, 1001):
+        certificate = certificate.also(call, 0.0)
+        assert len(certificate.calls) <= 5
+    assert "on the values of calls 1, 2, 3, …, 1,000 it" in str(certificate)
+
+
 def test_too_little_memory_leaves_it_out_and_says_by_how_much(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -550,7 +560,7 @@ def test_too_little_memory_at_a_later_call_leaves_it_out(
 ) -> None:
     step = fcg.graph_step(lambda s, x: ({"w": s["w"] + x}, s["w"].sum()), lowering=lambda graph, _: graph)
     state, _ = step({"w": torch.zeros(3)}, torch.ones(3))
-    monkeypatch.setattr(Judge, "expect_recorded", lambda *_: raise_(torch.OutOfMemoryError("no room")))
+    monkeypatch.setattr(Recorded, "expect", lambda *_: raise_(torch.OutOfMemoryError("no room")))
     with caplog.at_level(logging.WARNING, "functional_cg"):
         state, total = step(state, torch.ones(3))
     assert (state["w"].tolist(), total) == ([2.0, 2.0, 2.0], 3)
@@ -632,8 +642,7 @@ class Rerun:
 
     at_once = 0
 
-    def owns(self, number: int, value: Tensor) -> bool:
-        return False
+    kept = 0
 
     def run(self, buffers: Any, see: Any, shaker: Any = None, watch: Any = None) -> None:
         see(0, self.value if shaker is None else self.moved)
@@ -649,8 +658,7 @@ def test_what_rounding_once_made_infinite_is_compared_again() -> None:
     judge, buffers = Judge(cast("Any", rerun), lambda flag: flag), Buffers((), (), ())
 
     def compared(got: Tensor) -> list[Any]:
-        judge.expect(buffers)
-        return judge.compare([got], buffers, lambda: None)
+        return judge.compare([got], [rerun.value], buffers, lambda: None)
 
     assert compared(torch.tensor([1.0, 2.5])) == []
     rerun.value, rerun.moved = torch.zeros(2), torch.zeros(2)
@@ -659,7 +667,7 @@ def test_what_rounding_once_made_infinite_is_compared_again() -> None:
     assert "differs by 0.5" in str(compared(torch.tensor([1.0, 2.5]))[0])
     huge = Rerun(torch.tensor([1e200, -1e200], dtype=torch.float64), value)
     judge = Judge(cast("Any", huge), lambda flag: flag)
-    assert compared(huge.value) == []
+    assert judge.compare([huge.value], [huge.value], buffers, lambda: None) == []
 
 
 # -- its parts -------------------------------------------------------------------------------------------------------
@@ -796,6 +804,30 @@ def test_an_update_is_made_leaf_by_leaf() -> None:
     reference = fcg.graph_step(train_step).lower(state, torch.randn(1024)).reference
     buffers = Buffers(state._lease.arena.slots, [torch.randn(1024)], [])
     assert _most(reference, buffers) < 44 * 4096
+
+
+def test_a_result_that_a_kernel_omits_is_none_of_a_run() -> None:
+    """As attention of cuDNN does: without gradients, nobody reads the logarithms of its sums."""
+    x = torch.randn(1, 2, 16, 8)
+    reference = fcg.graph_fn(lambda x: F.scaled_dot_product_attention(x, x, x)).lower(x).reference
+    (expected,) = reference.values(Buffers([], [x], []))
+
+    def omitting(instr: Any, value: Any) -> Any:
+        result = evaluate(instr, value)
+        return (result[0], None) if isinstance(result, tuple) else result
+
+    with mock.patch("functional_cg.stages.trial.reference.evaluate", omitting):
+        shaken: list[Tensor] = []
+        reference.run(Buffers([], [x], []), lambda number, value: shaken.append(value), Shaker())
+        assert torch.equal(reference.values(Buffers([], [x], []))[0], expected)
+    torch.testing.assert_close(shaken[0], expected)
+
+
+def test_a_perturbed_run_keeps_nothing_of_its_calls() -> None:
+    reference = fcg.graph_fn(lambda x: x * 0.1 + 0.7).lower(torch.ones(3)).reference
+    for _ in range(2):
+        reference.run(Buffers([], [torch.ones(3)], []), lambda number, value: None, Shaker())
+        assert reference._unsure.keys() == set(reference._instrs)
 
 
 def outputs(reference: Any, buffers: Buffers) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .program import Instr, Var, map_vars
 
-__all__ = ["AS_STRIDED", "as_strided", "evaluate", "evaluate_all", "quiet"]
+__all__ = ["AS_STRIDED", "as_strided", "assigned", "evaluate", "evaluate_all", "quiet"]
 
 AS_STRIDED = torch.ops.aten.as_strided.default
 
@@ -41,16 +41,17 @@ def evaluate(instr: Instr, value: Callable[[Var], Any]) -> Any:
 
 def evaluate_all(instrs: Iterable[Instr], values: dict[Var, Any]) -> None:
     """Run calls one by one, and add their results to the values of the variables before."""
-
-    def assign(out: Any, value: Any) -> None:
-        if isinstance(out, Var):
-            values[out] = value
-        elif isinstance(out, (list, tuple)):
-            for one, part in zip(out, value, strict=True):
-                assign(one, part)
-
     for instr in instrs:
-        assign(instr.out, evaluate(instr, values.__getitem__))
+        values.update(assigned(instr.out, evaluate(instr, values.__getitem__)))
+
+
+def assigned(out: Any, value: Any) -> Iterator[tuple[Var, Any]]:
+    """Yield the variables of a result with their values: tensors, or None for what a kernel omits."""
+    if isinstance(out, Var):
+        yield out, value
+    elif isinstance(out, (list, tuple)):
+        for one, part in zip(out, value, strict=True):
+            yield from assigned(one, part)
 
 
 @contextlib.contextmanager

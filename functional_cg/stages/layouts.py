@@ -1,8 +1,8 @@
-"""Hold results to the strides that the trace saw, where a kernel may choose others.
+"""Give results the strides that the trace saw, where a kernel may choose others.
 
-A trace runs on fake tensors, whose formulas for strides are torch's own and are at times not those of its kernels. A
-later call may rely on them: a view fails on other strides, and `as_strided` reads other elements. Nor does a formula
-know that a kernel returns complex numbers as conjugates of what is in memory.
+A trace runs on fake tensors. Torch's formulas for their strides at times differ from what its kernels return. A later
+call may rely on the strides of the trace: on others, a view fails, and `as_strided` reads the wrong elements. A kernel
+may also return complex numbers as conjugates of what is in memory, which no formula says.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def unsure(instr: Instr) -> list[Var]:
 
 
 def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """Return a tensor in these strides; a copy if it has others. None, for a result that a kernel omits, stays None.
+    """Return a tensor in these strides; a copy if it has others. None stands for a result that a kernel omits.
 
-    An attention without gradients omits the logarithms of its sums, which a trace, and the op's schema, know of.
+    An attention kernel that needs no gradients omits the logarithms of its sums, although the schema promises them.
     """
     if tensor is None:
         return tensor

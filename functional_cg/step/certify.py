@@ -1,8 +1,8 @@
 """Certify a compiled step: compare its plan with the program on real values before the plan commits anything.
 
-The program runs in the memory that is free; what it needs last waits on the host if that is too little. If a single
-call takes more, the step is not certified. The first call is compared before it is captured; later ones, by default
-those whose number is a power of two, by their replay itself.
+The program runs in the memory that is free. If that is too little, the values that it needs last wait on the host; if
+a single call takes more, the step is not certified. The first call is compared before the capture. Later calls, by
+default those whose number is a power of two, compare what the replay itself computes.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ __all__ = ["Certified", "certify"]
 
 _log = logging.getLogger("functional_cg")
 _LARGE = 2**20  # bytes
-_WORKSPACE = 8  # the fraction 1 / _WORKSPACE of free memory is left for the workspaces of kernels
-_FRACTION = 4  # values are kept on the device if they take less than this part of what is free
-_RECORDED = 32  # a recorded comparison takes at most this part of what is free, and keeps it
-_SHARE = 4  # the fraction 1 / _SHARE of the host's free memory may hold values of the program for a while
+# Parts of the memory that is free: 4 is a quarter of it.
+_FOR_WORKSPACES = 8  # is left for the workspaces of kernels
+_FOR_VALUES = 4  # copies of slots and inputs stay on the device if they take less than this
+_RECORDED = 32  # a recorded comparison takes at most this, and keeps it
+_OF_THE_HOST = 4  # values of the program may take this of the host's memory for a while
 _INTEGERS = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 
@@ -81,7 +82,7 @@ def certify(
             one.result()
         turns = sorted({arena.turn for arena in arenas}, key=lambda turn: turn.rank)
         # Slow after compiling, and a capture begins with one.
-        with _apart(turn.shut() for turn in turns), no_garbage_collection():
+        with _alone(turn.shut() for turn in turns), no_garbage_collection():
             found = _differences(trial, _Space.of(lowered, buffers, inputs=True))
     _refuse(lowered.name, found, mesh, trial)
     lowered.certificate = Certificate(not trial.lacking, _lacking(trial), trial.share)
@@ -132,7 +133,7 @@ class Certified:
         if self._calls != self._due:
             return self._replay(before)
         self._due += self._every or self._due
-        with held_back(), _apart(turn.torn() for turn in {arena.turn for arena in self._arenas}):
+        with held_back(), _alone(turn.torn() for turn in {arena.turn for arena in self._arenas}):
             metrics = self._compared()
             uninterrupted(before)  # the slots hold the new state from here on
         if self._recorded is None:
@@ -206,9 +207,9 @@ def _differences(trial: Trial, space: _Space) -> list[Difference]:
 
 
 def _lacking(trial: Trial) -> str:
-    return f"by {trial.lacking / 2**30:.2f} GiB, which its calls one by one take more than is free" * bool(
-        trial.lacking
-    )
+    """Return by how much memory is too little, in words; empty if it is enough."""
+    gib = f"{trial.lacking / 2**30:.2f} GiB"
+    return f"by {gib}, which its calls one by one take more than is free" if trial.lacking else ""
 
 
 def _refuse(name: str, found: Sequence[Difference], mesh: Mesh | None, trial: Trial, call: int = 1) -> None:
@@ -226,8 +227,8 @@ def _refuse(name: str, found: Sequence[Difference], mesh: Mesh | None, trial: Tr
 
 
 @contextlib.contextmanager
-def _apart(locks: Iterable[contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """Keep all others from states that hold other values during a block."""
+def _alone(locks: Iterable[contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Keep all others away from the states during a block, while they hold other values."""
     with contextlib.ExitStack() as all_of_them:
         for lock in locks:
             all_of_them.enter_context(lock)
@@ -236,13 +237,13 @@ def _apart(locks: Iterable[contextlib.AbstractContextManager[None]]) -> Iterator
 
 @dataclass
 class _Space:
-    """Static buffers whose values are kept aside, while a comparison writes them.
+    """Static buffers that a comparison writes, with copies of their values.
 
     Attributes:
       buffers: The buffers.
-      ample: Whether the device has room for what is kept; if not, the host has.
-      kept: What may be written, with its values; None for zeros.
-      free: What may hold any value, with a number of its own, and whether it is a leaf.
+      ample: Whether the device has room for the copies; if not, they are on the host.
+      kept: The tensors that may be written, with copies of their values; None stands for zeros.
+      free: The tensors that may hold any value, each with a number of its own, and whether it is a leaf.
     """
 
     buffers: Buffers
@@ -262,7 +263,7 @@ class _Space:
             free += [one for one, is_free in zip(staged, reference.unchecked.inputs, strict=True) if is_free]
             given += staged
         tensors, room = [one for one, _, _ in given], _room(buffers)
-        ample = room is None or _FRACTION * sum(one.nbytes for one in tensors) < room
+        ample = room is None or _FOR_VALUES * sum(one.nbytes for one in tensors) < room
         if not ample:
             return cls(buffers, ample, [(one, _on_host(one)) for one in tensors], free)
         values = [torch.empty_like(one) for one in tensors]
@@ -286,10 +287,10 @@ class _Space:
 
     def room(self) -> int | None:
         room = _room(self.buffers)
-        return None if room is None else room - room // _WORKSPACE
+        return None if room is None else room - room // _FOR_WORKSPACES
 
     def host(self) -> int:
-        return _host_memory() // _SHARE
+        return _host_memory() // _OF_THE_HOST
 
 
 def _device(buffers: Buffers) -> torch.device:

@@ -1,12 +1,12 @@
-"""Round where a program does: a compiler computes in float32 what has half its precision, and rounds what it stores.
+"""Round where a program does: a compiler computes half precision in float32, and rounds only what it stores.
 
-So a value in memory and the same value in the kernel that made it differ: ``v - v.bfloat16().float()``, what a cast
-loses, is zero; a sum that compensates for rounding loses what it compensates; and what overflows to infinity in half
-precision stays finite, so that a loss scale never learns of it. Each call of a step therefore rounds its results as it
-does by itself; what a single call computes in between is up to the compiler.
+So a value in memory differs from the same value in the kernel that made it. ``v - v.bfloat16().float()``, which is what
+a cast loses, becomes zero; a sum that compensates for rounding loses the compensation; and a number that overflows in
+half precision stays finite, so that a loss scale never learns of it. This pass therefore rounds the results of each
+call as the call itself does. What a single call computes in between is up to the compiler.
 
-``fcg::rounded`` says so. Torch's own mark does not do: its kernels for a host take a number that was cast and cast back
-for the number itself (torch 2.11), and its tracer marks what a formula of ours computes in between.
+The op ``fcg::rounded`` marks the places. Torch's own mark is not enough: its CPU kernels remove a cast there and back
+(torch 2.11), and its tracer also marks what a formula of ours computes in between.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
 _MARK = "low_precision_pointwise_barrier"
 _HALF = frozenset({torch.float16, torch.bfloat16})
-# They return numbers that they are given, which need no rounding.
+# These return some of their arguments' numbers, or the negatives of these, which need no rounding.
 _EXACT = frozenset(
     {
         _aten.abs.default,
@@ -39,7 +39,7 @@ _EXACT = frozenset(
         LATER,
     }
 )
-# Other kernels than the compiler's own compute them, into memory; a rounding would hide them from its patterns.
+# Library kernels compute these, into memory; a rounding would hide them from the compiler's patterns.
 _PRODUCTS = frozenset(
     {
         _aten.addmm.default,
@@ -54,7 +54,7 @@ _COMPARISONS = frozenset(
     {_aten.eq.Scalar, _aten.ne.Scalar, _aten.lt.Scalar, _aten.le.Scalar, _aten.gt.Scalar, _aten.ge.Scalar}
 )
 
-# Kernels of a host that read a second operand without dimensions in single precision.
+# Their CPU kernels read a second operand without dimensions in single precision.
 _SINGLE_ON_A_HOST = frozenset({_aten.mul.Tensor, _aten.div.Tensor, _aten.div.Tensor_mode})
 
 _library = torch.library.Library("fcg", "FRAGMENT")
@@ -65,10 +65,10 @@ ROUNDED = torch.ops.fcg.rounded.default
 
 
 def keep_roundings(graph: fx.Graph) -> bool:
-    """Say where calls round, in a graph of :func:`functional_cg.stages.core.graph.core_graph`.
+    """Insert ``fcg::rounded`` where calls round, in a graph of :func:`functional_cg.stages.core.graph.core_graph`.
 
     Returns:
-      Whether any does.
+      Whether any call rounds.
     """
     found = False
     for node in list(graph.nodes):
@@ -92,25 +92,29 @@ def keep_roundings(graph: fx.Graph) -> bool:
 
 
 def _round_operands(graph: fx.Graph, node: fx.Node) -> bool:
-    """Round what an elementwise call casts to half precision before it computes; whether there is any.
+    """Round the operands that an elementwise call casts to half precision before it computes.
 
-    That is what has no dimensions where others have some, integers, and the number that a tensor is compared with.
+    These are operands without dimensions if others have some, integers, and the number that a tensor is compared with.
+
+    Returns:
+      Whether there are any such tensors.
     """
     if not node.meta.get("result") or torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return False
-    operands = [(one, one.meta["val"]) for one in node.all_input_nodes if _is_float(one)]
-    most = max((value.dim() for _, value in operands), default=0)
-    dtypes = {value.dtype for _, value in operands if min(value.dim(), 1) == min(most, 1)}
+    every = [(one, one.meta.get("val")) for one in node.all_input_nodes]
+    operands = [(one, value) for one, value in every if isinstance(value, Tensor) and not value.is_complex()]
+    floats = [value for _, value in operands if value.is_floating_point()]
+    most = max((value.dim() for value in floats), default=0)
+    dtypes = {value.dtype for value in floats if min(value.dim(), 1) == min(most, 1)}
     if len(dtypes) != 1 or not dtypes <= _HALF:
         return False
     (dtype,) = dtypes
     on_host = node.meta["val"].device.type == "cpu"
     kept = node.args[1] if node.target in _SINGLE_ON_A_HOST and on_host else None
-    operands += [(one, one.meta["val"]) for one in node.all_input_nodes if _is_integer(one)]
     wide = [
         (one, value)
         for one, value in operands
-        if value.dtype not in _HALF and (one is not kept or value.dim())
+        if value.dtype not in _HALF | {torch.bool} and (one is not kept or value.dim())
     ]
     for one, value in wide:
         with graph.inserting_before(node):
@@ -120,20 +124,6 @@ def _round_operands(graph: fx.Graph, node: fx.Node) -> bool:
     if node.target in _COMPARISONS and isinstance(node.args[1], float):
         node.args = (node.args[0], torch.tensor(node.args[1], dtype=dtype).item())
     return bool(wide)
-
-
-def _is_float(node: fx.Node) -> bool:
-    value: Any = node.meta.get("val")
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _is_integer(node: fx.Node) -> bool:
-    value: Any = node.meta.get("val")
-    return (
-        isinstance(value, Tensor)
-        and value.dtype is not torch.bool
-        and not (value.is_floating_point() or value.is_complex())
-    )
 
 
 def _is_half(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
@@ -70,31 +70,32 @@ class _Facts:
     makes_memory: bool
 
 
-def _in_a_debugger(frame: FrameType | None) -> bool:
-    """Whether a debugger reads a value to show it: it catches the exception, and nothing depends on the value."""
-    # Frames below the trace belong to the caller of the step: running under `python -m pdb` does not count.
+def _frames() -> Iterator[FrameType]:
+    """Yield the frames of the trace, innermost first; those below, such as `python -m pdb`, belong to the caller."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_run":
-        if frame.f_globals.get("__name__", "").partition(".")[0] in _DEBUGGERS:
-            return True
+        yield frame
         frame = frame.f_back
-    return False
 
 
-def _torch_optimizer(frame: FrameType | None) -> str:
-    """Return the class of the optimizer of torch whose step is running, "" if none is."""
-    while frame is not None and frame.f_code.co_name != "_run":
+def _in_a_debugger() -> bool:
+    """Whether a debugger reads a value to show it: it catches the exception, and nothing depends on the value."""
+    return any(frame.f_globals.get("__name__", "").partition(".")[0] in _DEBUGGERS for frame in _frames())
+
+
+def _torch_optimizer() -> str:
+    """Return the class of the torch optimizer whose step is running; "" if none is."""
+    for frame in _frames():
         if isinstance(owner := frame.f_locals.get("self"), torch.optim.Optimizer):
             return "" if frame.f_code.co_name == "zero_grad" else type(owner).__name__
-        frame = frame.f_back
     return ""
 
 
-def _jiterated(frame: FrameType | None) -> bool:
+def _jiterated() -> bool:
     """Whether ``torch.cuda.jiterator`` makes an op, which it does for the memory of its results."""
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
-        if frame.f_code is _JITERATED:
-            return True
-        frame = frame.f_back
+    for frame in _frames():
+        if frame.f_code is _JITERATED or is_user_file(frame.f_code.co_filename):
+            return frame.f_code is _JITERATED
     return False
 
 
@@ -142,7 +143,7 @@ class Rules:
 
     def remember(self, error: FunctionalCGError) -> None:
         """Keep the first refusal: the function may catch it and go on with a value that replay would repeat."""
-        if not _in_a_debugger(sys._getframe()):
+        if not _in_a_debugger():
             self._first = self._first or error
 
     def put_off(self, error: FunctionalCGError) -> Callable[[], NoReturn]:
@@ -179,7 +180,7 @@ class Rules:
             self._check_move(func, args, kwargs)
         if facts.counts_from_the_storage and storage_key(args[0]) in self._protected:
             raise self._from_the_storage(func)
-        if facts.makes_memory and _jiterated(sys._getframe()):
+        if facts.makes_memory and _jiterated():
             raise self._launched_directly()
         written = written_arguments(func, args, kwargs) if facts.may_write else []
         self.places.check(func, args, kwargs, written)
@@ -193,7 +194,7 @@ class Rules:
 
     def is_query(self, func: Any) -> bool:
         """Whether an op computes nothing: it asks for a device, or names a block for a profiler."""
-        if func.namespace == "profiler" and (optimizer := _torch_optimizer(sys._getframe())):
+        if func.namespace == "profiler" and (optimizer := _torch_optimizer()):
             raise CaptureError.of(
                 self._function,
                 f"calls `step()` of an optimizer of torch, {optimizer}{at_here()}.",

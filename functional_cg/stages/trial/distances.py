@@ -28,8 +28,10 @@ class Distances:
     """
 
     def __init__(self) -> None:
+        # By device, and whether they are integers or flags: pieces with their rows, and how many elements they have.
         self._waiting: dict[tuple[torch.device, bool], list[tuple[int, Tensor, Tensor]]] = {}
         self._counts: dict[tuple[torch.device, bool], int] = {}
+        # Rows with their norms; a graph may write these at each replay, so they are never copied.
         self._measured: list[tuple[Sequence[int], Tensor]] = []
         self._unlike: list[int] = []
 
@@ -45,9 +47,8 @@ class Distances:
             self._unlike.append(number)
             return
         group = one.device, not (one.is_floating_point() or one.is_complex())
-        waiting = self._waiting.setdefault(group, [])
         for piece, other in zip(_pieces(one), _pieces(expected), strict=True):
-            waiting.append((number, piece, other))
+            self._waiting.setdefault(group, []).append((number, piece, other))
             self._counts[group] = self._counts.get(group, 0) + len(piece)
             if self._counts[group] >= _CHUNK:
                 self._measure(group)
@@ -71,20 +72,15 @@ class Distances:
         """Measure all that waits, without waiting for the GPU."""
         for group in self._waiting:
             self._measure(group)
-        by_device: dict[torch.device, list[tuple[Sequence[int], Tensor]]] = {}
-        for part in self._measured:
-            by_device.setdefault(part[1].device, []).append(part)
-        self._measured = [_joined(parts) for parts in by_device.values()]
 
     def _measure(self, group: tuple[torch.device, bool]) -> None:
-        waiting = self._waiting[group][:]
-        self._waiting[group].clear()
-        self._counts[group] = 0
+        waiting, self._waiting[group], self._counts[group] = self._waiting[group], [], 0
         if not waiting:
             return
+        device, is_discrete = group
         numbers, ones, others = zip(*waiting, strict=True)
-        one, other = torch.cat(ones), torch.cat([piece.to(group[0]) for piece in others])
-        if group[1]:
+        one, other = torch.cat(ones), torch.cat([piece.to(device) for piece in others])
+        if is_discrete:
             apart = (one != other).double()
             size = torch.zeros_like(apart)
         else:
@@ -94,13 +90,6 @@ class Distances:
         sizes = [len(piece) for piece in ones]
         norms = [_norms(of.split(sizes), order) for of in (apart, size) for order in (2, math.inf)]
         self._measured.append((numbers, torch.stack([*map(torch.stack, norms)])))
-
-
-def _joined(parts: Sequence[tuple[Sequence[int], Tensor]]) -> tuple[Sequence[int], Tensor]:
-    """Join what is read at once; a single part is itself, since a graph may write it at each replay."""
-    if len(parts) == 1:
-        return parts[0]
-    return [number for numbers, _ in parts for number in numbers], torch.cat([norms for _, norms in parts], 1)
 
 
 def between(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> Distances:
@@ -115,26 +104,26 @@ def rounded(specs: Sequence[BufferSpec]) -> tuple[Tensor, Tensor]:
     """Return what rounding of a result itself explains: a part of its size, f64[n, 1], and at least so much, f64[n, 2].
 
     Args:
-      specs: Shapes and dtypes of results.
+      specs: Shapes and dtypes of results; integers and flags do not round.
     """
-    exact = torch.float64  # whatever is integer does not round
-    floats = [one.dtype.is_floating_point or one.dtype.is_complex for one in specs]
-    spacings = [
-        torch.finfo(one.dtype if rounds else exact) for one, rounds in zip(specs, floats, strict=True)
-    ]
-    parts = [[_FLOOR * one.eps * rounds] for one, rounds in zip(spacings, floats, strict=True)]
-    smallest = [one.smallest_normal * one.eps * rounds for one, rounds in zip(spacings, floats, strict=True)]
-    least = [[least * math.sqrt(spec.numel), least] for least, spec in zip(smallest, specs, strict=True)]
-    return torch.tensor(parts, dtype=exact).view(-1, 1), torch.tensor(least, dtype=exact).view(-1, 2)
+    table = torch.tensor([_explained(spec) for spec in specs], dtype=torch.float64).view(-1, 3)
+    return table[:, :1], table[:, 1:]
+
+
+def _explained(spec: BufferSpec) -> tuple[float, float, float]:
+    """Return the part of its size, and at least how much: as a norm, and by element."""
+    if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
+        return 0.0, 0.0, 0.0
+    info = torch.finfo(spec.dtype)
+    least = info.smallest_normal * info.eps
+    return _FLOOR * info.eps, least * math.sqrt(spec.numel), least
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the elements in logical order, complex ones as pairs, in a dtype that others of its kind fit into."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    flat = tensor.reshape(-1)
-    for piece in flat.split(_CHUNK) if len(flat) > _CHUNK else [flat] * bool(len(flat)):
-        if not piece.is_floating_point():
-            yield piece.long()
-        else:
-            yield piece.float() if piece.itemsize == 1 else piece
+    narrow = torch.float32 if tensor.itemsize == 1 else tensor.dtype
+    dtype = narrow if tensor.is_floating_point() else torch.int64
+    for piece in tensor.reshape(-1).split(_CHUNK) if tensor.numel() else ():
+        yield piece.to(dtype)

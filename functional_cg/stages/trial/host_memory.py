@@ -1,4 +1,4 @@
-"""Host memory in which values wait while a run needs the memory of the device for others."""
+"""Host memory that holds values while a run needs the device's memory for others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Layout = tuple[Var, int, torch.dtype, Any, Any, Any]  # storage, shape, strides
 
 
 class HostMemory:
-    """Keeps the storages of values, byte by byte, so that views of one storage come back as views of one."""
+    """Keeps whole storages, byte by byte, so that views that share a storage still share one when they come back."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[list[Tensor], torch.device, list[_Layout]]] = {}
@@ -38,7 +38,7 @@ class HostMemory:
         self._kept[var.storage] = blocks, first.device, layouts
 
     def take(self, storage: int) -> Iterable[tuple[Var, Tensor]]:
-        """Return the values of a storage, in new memory of their device; none if they are not here."""
+        """Yield the values of a storage, in new memory on their device; none if the storage is not here."""
         blocks, device, layouts = self._kept.pop(storage, ([], torch.device("cpu"), []))
         memory = [block.to(device).untyped_storage() for block in blocks]
         for var, place, dtype, shape, stride, offset in layouts:

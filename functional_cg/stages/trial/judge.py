@@ -1,10 +1,11 @@
 """Judge a compiled plan: do its results equal those of the program up to rounding?
 
-The program is run as traced, call by call. A compiler rounds at different places, so results differ by rounding. How
-much that can be is measured by running the program again with the results of its calls perturbed by an ulp
-(:mod:`.ulps`). A leaf that differs by more than a few times what such runs show is not explained by rounding. Discrete
-choices (a sampled token, a chosen route) flip in some of these runs, too: before anything is refused, further runs with
-larger perturbations are made. What rounding explained once, as a part of a leaf's size, it explains at a later call.
+The program runs as traced, call by call. A compiler rounds in other places, so its results differ. To learn by how
+much they may differ, the judge runs the program again and perturbs the results of its calls by an ulp (:mod:`.ulps`).
+Rounding does not explain a leaf that differs by more than a few times what such runs show. Some of these runs also flip
+discrete choices (a sampled token, a chosen route), so the judge makes further runs with larger perturbations before it
+refuses anything. If rounding explained a difference once, as a part of a leaf's size, the judge accepts as large a part
+at later calls without measuring again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ...state.arena import BufferSpec
 from ..plan import Buffers
 from .distances import Distances, between, rounded
 from .recorded import Recorded
-from .reference import Reference, Watch
+from .reference import Reference
 from .ulps import Shaker
 
 __all__ = ["Difference", "Judge", "load_kernels", "miscompiled"]
@@ -86,13 +86,13 @@ def load_kernels(device: torch.device) -> None:
 
 
 def miscompiled(name: str, what: str, rows: Iterable[str], why: str) -> MiscompileError:
-    """Return the error for a step that the compiler got wrong.
+    """Return the error for a step that was compiled incorrectly.
 
     Args:
       name: Name of the step.
-      what: What the compiled step computes, and what happened to the state.
-      rows: What differs.
-      why: When it was compared.
+      what: What the compiled step computes, and whether the state has changed.
+      rows: The differences, one per line.
+      why: When and how it was compared.
     """
     return MiscompileError.of(
         name,
@@ -116,62 +116,36 @@ class Judge:
 
     def __init__(self, reference: Reference, together: Callable[[bool], bool]) -> None:
         self._reference, self._together = reference, together
-        self._specs = [out.var.spec for out in reference.outputs]
-        self._expected: Sequence[Any] = []
-        self._recorded: Recorded | None = None
-        self._part, self._least = rounded(self._specs)
+        self._part, self._least = rounded([out.var.spec for out in reference.outputs])
         self._known = torch.zeros(())  # what rounding has explained of each output, as a part of its size
         self.share = 0.0
 
-    def expect(self, buffers: Buffers, *, on_host: bool = True, watch: Watch | None = None) -> None:
-        """Run the program, and keep its outputs for the next comparison.
-
-        Args:
-          buffers: Slots, inputs and constants from before the call.
-          on_host: Whether to keep them on the host, where they take nothing from whoever makes the others.
-          watch: Called for each call of the program with what it makes.
-        """
-        expected: list[Any] = [None] * len(self._specs)
-
-        def keep(number: int, value: Tensor) -> None:
-            own = self._reference.owns(number, value)
-            expected[number] = value.to("cpu", copy=True) if on_host else value if own else value.clone()
-
-        self._reference.run(buffers, keep, watch=watch)
-        self._expected = expected
-
-    def expect_recorded(self, recorded: Recorded) -> None:
-        """Run the program as it was recorded, for the next comparison."""
-        self._expected, self._recorded = recorded.expect(), recorded
-
-    def forget(self) -> None:
-        """Let go of what the program has made."""
-        if self._recorded is not None:
-            self._recorded.forget()
-        self._expected, self._recorded = [], None
-
     def compare(
-        self, outputs: Sequence[Tensor], buffers: Buffers, again: Callable[[], None], *, times: float = 1.0
+        self,
+        outputs: Sequence[Tensor],
+        expected: Sequence[Tensor],
+        buffers: Buffers,
+        again: Callable[[], None],
+        *,
+        recorded: Recorded | None = None,
+        times: float = 1.0,
     ) -> list[Difference]:
-        """Return how outputs differ from what the program is expected to make of the buffers.
+        """Return how outputs differ from those of the program.
 
         All ranks agree on whether there are any differences; a rank whose own outputs are right returns none.
 
         Args:
           outputs: The outputs, which ``again`` may overwrite.
+          expected: Those of the program.
           buffers: Slots, inputs and constants.
-          again: Puts back what the slots held before.
+          again: Restores the values that the slots held before.
+          recorded: The comparison, if it is recorded.
           times: How many times as much as rounding explains is accepted.
         """
-        try:
-            return self._differences(outputs, buffers, again, times)
-        finally:
-            self.forget()
-
-    def _differences(
-        self, outputs: Sequence[Tensor], buffers: Buffers, again: Callable[[], None], times: float
-    ) -> list[Difference]:
-        off, sizes = self._apart(outputs)
+        if recorded is None:
+            off, sizes = between(outputs, expected).known(len(outputs))
+        else:
+            off, sizes = recorded.apart(outputs)
         known = (sizes * self._known).nan_to_num(0.0, math.inf)
         limits = torch.maximum(torch.maximum(sizes * self._part, self._least), known)
         dice = random.Random(0)
@@ -179,18 +153,18 @@ class Judge:
             wrong = ~(off <= limits * times).all(1)
             if not self._together(bool(wrong.any())):
                 shares = torch.where(limits > 0, off / limits, off)[limits.isfinite()]
-                self.share = max(self.share, float(shares.max())) if shares.numel() else self.share
+                self.share = max([self.share, *shares.tolist()])
                 return []
             if number < len(_RUNS):
                 most, decisions, factor = _RUNS[number]
                 again()
-                if self._recorded is not None and number == 0:
-                    apart = self._recorded.moved()
+                if recorded is not None and number == 0:
+                    moved = recorded.moved()
                 else:
                     shaker = Shaker(most, decisions, leans=number % 2 == 0, dice=dice)
-                    apart = self._shaken(buffers, shaker)
+                    moved = self._moved(expected, buffers, shaker)
                 # The norm of integers that differ is the root of their number.
-                limits = torch.maximum(limits, apart * torch.where(self._part > 0, factor, factor**0.5))
+                limits = torch.maximum(limits, moved * torch.where(self._part > 0, factor, factor**0.5))
                 measured = (sizes > 0) & limits.isfinite()
                 self._known = torch.where(measured, limits / sizes, self._known)
         outs, rows = self._reference.outputs, zip(off.tolist(), (limits * times).tolist(), strict=True)
@@ -200,13 +174,8 @@ class Judge:
             if is_wrong
         ]
 
-    def _shaken(self, buffers: Buffers, shaker: Shaker) -> Tensor:
-        measured = Distances()
-        self._reference.run(buffers, lambda n, value: measured.add(n, value, self._expected[n]), shaker)
-        return measured.known(len(self._specs))[0]
-
-    def _apart(self, outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return how far outputs are from what is expected, and the size of that."""
-        if self._recorded is not None:
-            return self._recorded.apart(outputs)
-        return between(outputs, self._expected).known(len(self._specs))
+    def _moved(self, expected: Sequence[Tensor], buffers: Buffers, shaker: Shaker) -> Tensor:
+        """Return how far the outputs of the program move if its calls are perturbed."""
+        found = Distances()
+        self._reference.run(buffers, lambda n, value: found.add(n, value, expected[n]), shaker)
+        return found.known(len(expected))[0]

@@ -1,13 +1,13 @@
-"""A comparison recorded as graphs, so that it takes as many launches, however many calls the program has."""
+"""A comparison recorded as graphs: it takes at most three launches, however many calls the program has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from ...errors import CaptureError
-from ..evaluate import quiet
 from ..plan import Before, Replay, Run
 from .distances import Distances, between
 from .reference import Reference
@@ -18,12 +18,12 @@ __all__ = ["Recorded"]
 
 
 class Recorded:
-    """A program on static buffers, the distances of a replay's outputs from its own, and what rounding does to these.
+    """Three graphs on static buffers: a program, the distances of a replay's outputs from its own, a perturbed run.
 
     Args:
       reference: The program.
-      space: The buffers, and what keeps their values aside.
-      metrics: Metrics of the replay, if each call of it writes the same ones.
+      space: The buffers, and copies of their values.
+      metrics: The metrics of the replay, if each call writes the same tensors.
       record: Records a run.
     Raises:
       CaptureError: If the program cannot be recorded.
@@ -37,13 +37,11 @@ class Recorded:
         record: Callable[[Run], Replay],
     ) -> None:
         self.space = space
-        run = reference.all_at_once(space.buffers)
         self._values = values = _Values()
         self._replays: list[Replay] = []
 
         def program(before: Before) -> Sequence[Tensor]:
-            with quiet():
-                return run(before)
+            return reference.values(space.buffers)
 
         def measure(before: Before) -> Sequence[Tensor]:
             values.apart = between(values.outputs, values.expected)
@@ -76,34 +74,32 @@ class Recorded:
         return self._values.expected
 
     def apart(self, outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return how far outputs of the replay are from those of the program, and the size of these."""
+        """Return how far the outputs of the replay are from those of the program, and the size of the latter."""
         self._values.outputs = outputs
         self._replays[1](())
         return self._values.apart.known(len(outputs))
 
     def moved(self) -> Tensor:
-        """Return how far the outputs of the program move if each call's results lean by an ulp."""
+        """Return how far the program's outputs move if the results of each call lean by an ulp."""
         self._replays[2](())
         return self._values.moved.known(len(self._values.expected))[0]
 
     def forget(self) -> None:
-        """Let go of the outputs: until the next comparison they are the user's, or nobody's."""
+        """Drop the outputs: until the next comparison, the user may own them."""
         self._values.outputs, self._values.expected = (), ()
 
     def close(self) -> None:
         """Free the graphs and their memory."""
         for replay in self._replays:
             replay.close()
-        self._values.clear()
+        self._values = _Values()
 
 
+@dataclass
 class _Values:
-    """Outputs, those of the program, and distances from them."""
+    """Outputs, those of the program, and their distances. The recorded runs refer to it, and not to the comparison."""
 
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self.outputs: Sequence[Tensor] = ()
-        self.expected: Sequence[Tensor] = ()
-        self.apart, self.moved = Distances(), Distances()
+    outputs: Sequence[Tensor] = ()
+    expected: Sequence[Tensor] = ()
+    apart: Distances = field(default_factory=Distances)
+    moved: Distances = field(default_factory=Distances)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ...messages.source import Location
-from ..evaluate import evaluate, quiet
+from ..evaluate import assigned, evaluate, quiet
 from ..layouts import laid_out, unsure
 from ..lifetimes import last_uses, peak_bytes, storage_bytes
 from ..passes.fused import at_places, group_size
-from ..plan import AtenPlan, Buffers, Run, lower_aten
+from ..plan import Buffers
 from ..program import Instr, Program, Var, live, written_storages
 from ..template import calls_of
 from .host_memory import HostMemory
@@ -66,10 +66,8 @@ class Reference:
         leaves = zip(program.slot_names, program.slots, program.new_state, strict=False)
         self.outputs = [*outputs] or [Output(name, var) for name, var in program.named_results()]
         self.outputs += [Output(name, new, i) for i, (name, old, new) in enumerate(leaves) if old is not new]
-        self._turned: dict[Instr, Collection[Var]] = {}  # results that may lie in other strides, by call
-        self._aside: Mapping[
-            int, Sequence[int]
-        ] = {}  # what waits on the host, by the call before which it goes
+        # The storages that leave for the host before a call, by its place.
+        self._aside: Mapping[int, Sequence[int]] = {}
 
     @cached_property  # like those below: a step that is not compiled needs none of them
     def _instrs(self) -> list[Instr]:
@@ -85,6 +83,11 @@ class Reference:
             shown.setdefault(last.get(var.storage, -1), []).append(call)
         calls = [call for number, instr in enumerate(instrs) for call in (instr, *shown.get(number, ()))]
         return [*shown.get(-1, ()), *calls]
+
+    @cached_property
+    def _unsure(self) -> dict[Instr, Sequence[Var]]:
+        """The results whose strides a kernel may choose, by call."""
+        return {instr: unsure(instr) for instr in self._instrs}
 
     @cached_property
     def _dead(self) -> dict[int, list[Var]]:
@@ -108,26 +111,31 @@ class Reference:
         beside = max(map(_copied, self._instrs), default=0) + copies
         return peak_bytes(self._instrs, (), self._sizes), beside
 
-    @cached_property
-    def _plan(self) -> AtenPlan:
-        """A plan that hands outputs out and writes no slot."""
-        wanted = [out.var for out in self.outputs]
-        return lower_aten(replace(self.program, outputs=wanted, reports=[], updates=[]))
+    @property
+    def kept(self) -> int:
+        """Bytes of the outputs."""
+        return sum(out.var.spec.nbytes for out in self.outputs)
 
-    @cached_property
+    @property
     def at_once(self) -> int:
-        """Bytes that :meth:`all_at_once` takes at most, or a run beside what it has returned."""
-        schedule, sizes = self._plan.schedule, self._sizes
-        outputs = [out.var for out in self.outputs]
-        copies = sum(outputs[place].spec.nbytes for place in schedule.cloned)
-        kept = sum(var.spec.nbytes for var in outputs)
-        peak, beside = self._memory
-        head = peak_bytes(schedule.head, {var.storage for var in outputs}, sizes)
-        return max(head + copies, kept + peak) + beside
+        """Bytes that a run takes at most if its outputs stay on the device."""
+        return self.kept + sum(self._memory)
 
-    def all_at_once(self, buffers: Buffers) -> Run:
-        """Return what runs the program as a plan does: it takes more memory than :meth:`run`, and less time."""
-        return self._plan.bind(buffers)
+    def values(self, buffers: Buffers, *, on_host: bool = False, watch: Watch | None = None) -> list[Tensor]:
+        """Run the program, and return its outputs, each in memory of its own.
+
+        Args:
+          buffers: Slots, inputs and constants from before the call.
+          on_host: Whether to keep the outputs on the host, where they leave the device's memory to other runs.
+          watch: Called for each call of the program with what it makes.
+        """
+        values: dict[int, Tensor] = {}
+
+        def keep(number: int, value: Tensor) -> None:
+            values[number] = value.to("cpu", copy=True) if on_host else self._own(number, value)
+
+        self.run(buffers, keep, watch=watch)
+        return [values[number] for number in range(len(self.outputs))]
 
     def run(
         self,
@@ -177,13 +185,6 @@ class Reference:
         rest = iter(metrics)
         return [next(rest) if out.slot is None else slots[out.slot] for out in self.outputs]
 
-    def owns(self, number: int, value: Tensor) -> bool:
-        """Whether a run has made an output that is all there is in its memory."""
-        return (
-            self.outputs[number].var.storage in self._sizes
-            and value.untyped_storage().nbytes() == value.nbytes
-        )
-
     def fit(self, room: int, *, host: int = 0) -> int:
         """Make runs fit into the given memory, buffers not counted: what is needed last waits on the host.
 
@@ -232,21 +233,21 @@ class Reference:
 
     def raises_at(self, buffers: Buffers) -> Location | None:
         """Return the user's line whose call raises on these buffers; None if no call raises."""
-        values = self._bound(buffers)
-        static = frozenset(values)
-        with quiet():
-            for instr in self._instrs:
-                if instr.op is _SHOWN:
-                    continue
-                try:
-                    self._call(instr, values, static, None)
-                except Exception:  # whatever a kernel raises
-                    return instr.site
+        done: list[Instr] = []
+        try:
+            self.run(buffers, lambda number, value: None, watch=lambda instr, made: done.append(instr))
+        except Exception:  # whatever a kernel raises
+            return [instr for instr in self._instrs if instr.op is not _SHOWN][len(done)].site
         return None
 
     def site_of(self, var: Var) -> Location | None:
         """Return the user's line that computes a variable."""
         return next((instr.site for instr in self._instrs if var in set(instr.outputs())), None)
+
+    def _own(self, number: int, value: Tensor) -> Tensor:
+        """Return an output; a copy of it if its memory holds anything else, or is a buffer's."""
+        made = self.outputs[number].var.storage in self._sizes
+        return value if made and value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
     def _bound_vars(self) -> list[Var]:
         program = self.program
@@ -260,18 +261,15 @@ class Reference:
         self, instr: Instr, values: dict[Var, Tensor], static: Iterable[Var], shaker: Shaker | None
     ) -> list[tuple[Var, Tensor]]:
         """Run a call, and return what it makes."""
-        given = values
+        given, turned = values, self._unsure[instr]
         if shaker is not None:
             instr, moved = shaker.scalars(instr), shaker.arguments(instr, values)
             given = values | moved if moved else values
         result = evaluate(instr, given.__getitem__)
-        turned = self._turned.get(instr)
-        if turned is None:
-            turned = self._turned[instr] = unsure(instr)
         made = [
             (var, laid_out(one, var.spec.stride) if var in turned else one)
-            for var, one in _assigned(instr.out, result)
-            if var not in static
+            for var, one in assigned(instr.out, result)
+            if var not in static and one is not None
         ]
         values.update(made)
         if shaker is not None:
@@ -291,14 +289,3 @@ def _leaf_by_leaf(instr: Instr) -> list[Instr]:
 def _copied(instr: Instr) -> int:
     """Return the extra bytes that a shaker takes for a call: it perturbs copies of some arguments."""
     return sum(var.spec.nbytes for var in set(instr.inputs())) if copies_arguments(instr) else 0
-
-
-def _assigned(out: object, value: object) -> Iterable[tuple[Var, Tensor]]:
-    """Yield the variables of a result with their tensors."""
-    if isinstance(out, Var):
-        assert isinstance(value, Tensor)
-        yield out, value
-    elif isinstance(out, (list, tuple)):
-        assert isinstance(value, (list, tuple))
-        for item, part in zip(out, value, strict=False):
-            yield from _assigned(item, part)

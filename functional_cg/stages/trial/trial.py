@@ -32,9 +32,9 @@ __all__ = ["Certificate", "See", "Trial", "TrialOfFunctions"]
 See = Callable[[Program, Sequence[Tensor], Sequence[Tensor]], None]
 
 _log = logging.getLogger("functional_cg")
-_GROSS = 8.0  # times as much as rounding explains is a mistake on values that nobody asked for
-_RUNS = 2  # of the program that a recorded comparison holds
-_SHOWN = 4  # calls named in a certificate
+_GROSS = 8.0  # on values that nobody asked for, a mistake is this many times as much as rounding explains
+_RECORDED_RUNS = 2  # runs of the program in a recorded comparison, each with memory of its own
+_NAMED = 4  # calls that a certificate names
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Certificate:
       certified: Whether it was compared and computes the same.
       why_not: Why it was not compared.
       share: The largest difference, as a fraction of what rounding explains.
-      calls: The calls at which it was compared.
+      calls: The calls at which it was compared; of many, the first ones and the last.
     """
 
     certified: bool
@@ -55,7 +55,7 @@ class Certificate:
 
     def also(self, call: int, share: float) -> Certificate:
         """Return a certificate for one more call."""
-        before = self.calls if self.certified else ()
+        before = self.calls[:_NAMED] if self.certified else ()
         return Certificate(certified=True, share=max(self.share, share), calls=(*before, call))
 
     def __str__(self) -> str:
@@ -65,8 +65,8 @@ class Certificate:
             f"differences come to {self.share:.0%} of what rounding explains" if self.share else "bit by bit"
         )
         named = [f"{call:,}" for call in self.calls]
-        if len(named) > _SHOWN:
-            named = [*named[: _SHOWN - 1], "…", named[-1]]
+        if len(named) > _NAMED:
+            named[_NAMED - 1 : -1] = ["…"]
         calls = f"calls {', '.join(named)}" if self.calls != (1,) else "the first call"
         return f"certified: on the values of {calls} it computes what its calls do one by one; {found}"
 
@@ -97,7 +97,8 @@ class Trial:
         self._reference, self._plan, self._together = reference, plan, together
         self._judge = Judge(reference, together)
         self.lacking, self.share, self.kind = 0, 0.0, ""
-        self._on_host = True  # where what the program makes is kept
+        self._on_host = True  # whether the host keeps the outputs of the program
+        self._ends = set[int]()  # calls that make the first infinities or NaNs on the values of the call
 
     def rehearse(self, buffers: Buffers, scratch: Sequence[Tensor]) -> None:
         """Compile the plan and run it once on other inputs, so that the trial exposes anything it keeps of them.
@@ -130,31 +131,38 @@ class Trial:
         Args:
           space: The buffers that the plan and the program run on.
         """
-        if self._lacks(space):
-            return []
-        usual = Finite()
-        self._judge.expect(space.buffers, on_host=self._on_host, watch=usual)
-        found = self._judge.compare(self._made(space), space.buffers, space.reset)
-        if self._together(bool(found)):
+        found = self._compared(space)
+        if self._together(bool(found)) or self.lacking:
             return found
-        self.share, known = self._judge.share, usual.ends()
-        for kind in self._kinds():
-            judge, finite, again = Judge(self._reference, self._together), Finite(), partial(space.vary, kind)
-            again()
-            try:
-                judge.expect(space.buffers, on_host=self._on_host, watch=finite)
-            except Exception as error:  # a kernel refuses the values
-                _log.debug("not compared on %s values: %s", kind, error)
-                known_to_end = False
-            else:
-                known_to_end = finite.ends() <= known
-            if self._together(not known_to_end):
-                continue
-            found = judge.compare(self._made(space), space.buffers, again, times=_GROSS)
+        half = self._together(overflows(self._reference.program))
+        for kind in (*KINDS, OVERFLOW) if half else KINDS:
+            found = self._compared(space, kind)
             if self._together(bool(found)):
                 self.kind = kind
                 return found
+        self.lacking = 0  # there was enough memory for the values of the call
         return []
+
+    def _compared(self, space: Space, kind: str = "") -> list[Difference]:
+        """Return the differences on the values of the call, or on others of a kind."""
+        buffers, finite = space.buffers, Finite()
+        if not kind:
+            if self._lacks(space):
+                return []
+            expected = self._reference.values(buffers, on_host=self._on_host, watch=finite)
+            found = self._judge.compare(self._made(space), expected, buffers, space.reset)
+            self.share, self._ends = self._judge.share, finite.ends()
+            return found
+        space.vary(kind)
+        expected = []
+        try:
+            expected = self._reference.values(buffers, on_host=self._on_host, watch=finite)
+        except Exception as error:  # a kernel refuses the values
+            _log.debug("not compared on %s values: %s", kind, error)
+        if self._together(not expected or not finite.ends() <= self._ends):
+            return []
+        judge = Judge(self._reference, self._together)
+        return judge.compare(self._made(space), expected, buffers, partial(space.vary, kind), times=_GROSS)
 
     def again(
         self, space: Space, run: Callable[[], Sequence[Tensor]], recorded: Recorded | None = None
@@ -177,24 +185,25 @@ class Trial:
 
         if recorded is not None:
             self.lacking = 0
-            self._judge.expect_recorded(recorded)
+            expected = recorded.expect()
         elif self._lacks(space):
             return run(), []
         else:
-            self._judge.expect(space.buffers, on_host=self._on_host)
+            expected = self._reference.values(space.buffers, on_host=self._on_host)
         try:
             metrics = run()
             outputs = self._reference.made(metrics, space.buffers.slots)
-            found = self._judge.compare(outputs, space.buffers, back)
-        finally:  # the judge is that of all captures of a step
-            self._judge.forget()
+            found = self._judge.compare(outputs, expected, space.buffers, back, recorded=recorded)
+        finally:
+            if recorded is not None:
+                recorded.forget()
         self.share = self._judge.share
         refused = self._together(bool(found))
         return (run() if restored and not refused else metrics), found
 
     def record(self, make: Callable[[], Recorded], room: int) -> Recorded | None:
-        """Record the comparison of later calls, if each rank can, within so many bytes."""
-        if self._together(bool(self.lacking) or _RUNS * self._reference.at_once > room):
+        """Record the comparison of later calls, if every rank can do so within ``room`` bytes; else return None."""
+        if self._together(bool(self.lacking) or _RECORDED_RUNS * self._reference.at_once > room):
             return None
         recorded: Recorded | None = None
         try:
@@ -206,9 +215,6 @@ class Trial:
         if recorded is not None:
             recorded.close()
         return None
-
-    def _kinds(self) -> Sequence[str]:
-        return (*KINDS, OVERFLOW) if self._together(overflows(self._reference.program)) else KINDS
 
     def _lacks(self, space: Space) -> bool:
         room = space.room()
@@ -225,24 +231,11 @@ class Trial:
 
 
 class TrialOfFunctions(Trial):
-    """Compares each compiled function of a plan with its calls, on what it gets in a run; all else are ATen calls.
+    """Compares each compiled function of a plan with its calls, on the arguments of a run; the rest are ATen calls.
 
-    A function that runs for each micro-batch is compared as often whatever their number, and by each rank alone. One of
-    its calls will do where memory is too little for the others.
+    Each rank compares a function alone, at its first and its last call, however many micro-batches there are. If memory
+    is too little for one of these calls, the other one is enough.
     """
-
-    def differences(self, space: Space) -> list[Difference]:
-        found = self._compared(space, times=1.0)
-        if self._together(bool(found)) or self.lacking:
-            return found
-        for kind in self._kinds():
-            space.vary(kind)
-            found = self._compared(space, times=_GROSS)
-            if self._together(bool(found)):
-                self.kind = kind
-                return found
-        self.lacking = 0  # what those of the call needed was there
-        return []
 
     def record(self, make: Callable[[], Recorded], room: int) -> Recorded | None:
         return None
@@ -250,11 +243,13 @@ class TrialOfFunctions(Trial):
     def again(
         self, space: Space, run: Callable[[], Sequence[Tensor]], recorded: Recorded | None = None
     ) -> tuple[Sequence[Tensor], list[Difference]]:
-        found = self._compared(space, times=1.0)
+        found = self._compared(space)
         space.reset()
         return (() if found else run()), found
 
-    def _compared(self, space: Space, *, times: float) -> list[Difference]:
+    def _compared(self, space: Space, kind: str = "") -> list[Difference]:
+        if kind:
+            space.vary(kind)
         found: list[Difference] = []
         lacks: dict[Program, int] = {}  # 0 for what was compared
 
@@ -263,12 +258,12 @@ class TrialOfFunctions(Trial):
             reference = Reference(replace(part, outputs=[]), outputs)
             lack = _lack(reference, space)
             lacks[part] = min(lack, lacks.get(part, lack))
-            if lack or (times > 1.0 and not all(map(_is_finite, (*arguments, *results)))):
+            if lack or (kind and not all(map(_is_finite, (*arguments, *results)))):
                 return
             judge, buffers = Judge(reference, lambda flag: flag), Buffers((), arguments, ())
-            judge.expect(buffers)
-            found.extend(judge.compare(results, buffers, lambda: None, times=times))
-            if times == 1.0:
+            expected, times = reference.values(buffers, on_host=True), _GROSS if kind else 1.0
+            found.extend(judge.compare(results, expected, buffers, lambda: None, times=times))
+            if not kind:
                 self.share = max(self.share, judge.share)
 
         with cast("Shown", self._plan).watched(see):
@@ -280,7 +275,7 @@ class TrialOfFunctions(Trial):
 
 def _lack(reference: Reference, space: Space) -> int:
     """Return the bytes that a reference lacks for a run whose outputs are kept on the host."""
-    kept, room = sum(out.var.spec.nbytes for out in reference.outputs), space.room()
+    kept, room = reference.kept, space.room()
     return 0 if room is None else max(reference.fit(room, host=space.host() - kept), kept - space.host())
 
 

@@ -1,15 +1,15 @@
 """Measure what rounding does to a program: run it again with each call's results perturbed by an ulp.
 
-Two programs that compute the same thing in another order round at different places. How much their results may differ
-is not known in advance: a sum of thousands of terms, the sign of a gradient near zero, a sampled token can each amplify
-the last bits without limit. So it is measured: run one program again, perturb the results of its calls by an ulp at
-random, and see how its outputs change.
+Two programs that compute the same thing in another order round in different places. Nobody knows in advance how much
+their results may differ: a sum of thousands of terms, the sign of a gradient near zero, a sampled token can each
+amplify the last bits without limit. So we measure it: run one program again, perturb the results of its calls by an ulp
+at random, and see how its outputs change.
 
-Python numbers among the arguments are perturbed, too: kernels hold them in float32, which costs three digits when an
+We perturb Python numbers among the arguments, too: kernels hold them in float32, which costs three digits when an
 optimizer subtracts its decay of 0.999 from 1.
 
-Only rounded results are perturbed. A result whose last bits are zero is taken to be exact, such as a whole number. So
-an exact program shows no spread at all, and any result that is not equal to it is wrong.
+We perturb only rounded results. A result whose last bits are zero, such as a whole number, counts as exact. So an
+exact program shows no spread at all, and any result that is not equal to it is wrong.
 
 Source: Parker 1997, "Monte Carlo Arithmetic: exploiting randomness in floating-point arithmetic".
 """
@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 import random
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -87,23 +86,20 @@ class Shaker:
 
     def scalars(self, instr: Instr) -> Instr:
         """Return the call with its Python numbers rounded as kernels may hold them."""
-        if not any(isinstance(value, float) for value in _flat((*instr.args, *instr.kwargs.values()))):
-            return instr
         kwargs = {name: self._moved(value) for name, value in instr.kwargs.items()}
         return replace(instr, args=self._moved(instr.args), kwargs=kwargs)
 
     def _moved(self, value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._moved(item) for item in value)
+        if type(value) in (list, tuple):
+            return type(value)(map(self._moved, value))
         if not isinstance(value, float) or not math.isfinite(value) or _is_single(value):
             return value
         return value * (1.0 + self.dice.randint(-self.most, self.most) * 2.0**-24)
 
     def results(self, instr: Instr, made: list[tuple[Var, Tensor]]) -> None:
         """Perturb the results of a call, in place."""
-        written = (
-            instr.writes if instr.op._overloadname.endswith("out") else ()
-        )  # what it writes, it does not read
+        # An op reads what it writes, unless that is its `out`.
+        written = instr.writes if instr.op._overloadname.endswith("out") else ()
         if len(written) < len(instr.writes) or instr.name in _MOVES or instr.is_view:
             return
         taken = {var.storage for var in instr.inputs()} - {var.storage for var in written}
@@ -127,14 +123,6 @@ class Shaker:
         move(flat, most, root, scale, seed, direction)
 
 
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _flat(item)
-    else:
-        yield value
-
-
 def _is_single(value: float) -> bool:
     """Whether float32 holds a number exactly."""
     try:
@@ -153,7 +141,7 @@ def _flat_in_memory(tensor: Tensor) -> Tensor | None:
 
 
 def copies_arguments(instr: Instr) -> bool:
-    """Whether arguments of a call may be perturbed, which are copied for it."""
+    """Whether a shaker may perturb arguments of a call, and so copies them."""
     return _decides(instr) or instr.name in _CANCELS
 
 

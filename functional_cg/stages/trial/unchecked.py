@@ -1,16 +1,17 @@
-"""Find the slots and inputs that may hold any value: no checked value is computed from them.
+"""Find the slots and inputs that may hold any value: no call checks a value that is computed from them.
 
-An index is in range whatever a comparison says, or which element of some floats is the largest. An assertion may fail:
-flags and places that it is computed from count like all else, and so do those of probabilities.
+A step also runs on values other than those of its call: to warm up, and to reveal what a compiled function keeps of its
+first inputs. A call that checks its values may raise there. On a GPU a failed check makes the device unusable, and on a
+CPU an integer division by zero kills the process.
 
-A step also runs on values other than those of its call: to warm up, and to see what a compiled function keeps of its
-first inputs. A call that checks its values may raise there. On a GPU the failed check makes the device unusable, and an
-integer division by zero kills the process.
+There are two kinds of checks. An index must be in range; one made from a comparison or from ``argmax`` of floats always
+is, so the walk stops there. An assertion, or a check of probabilities, may fail for any reason, so the walk continues
+through comparisons, too: it is the strict one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -89,58 +90,34 @@ class _Call:
     """What a call does with memory.
 
     Attributes:
-      made: The storages that it makes or writes; for indices, without results that are in range for any arguments.
-      read: Those of its arguments.
-      checked: Those of the arguments that it may refuse because of their values.
+      made: The storages of the arguments from which it computes each storage that it makes or writes. If not strict,
+        results that are in range for any arguments are left out.
+      checked: The storages of the arguments that it may refuse because of their values.
     """
 
-    made: frozenset[int]
-    read: frozenset[int]
-    checked: frozenset[int]
+    made: Mapping[int, Collection[int]]
+    checked: Collection[int]
 
     @classmethod
     def of(cls, instr: Instr, *, strict: bool) -> _Call:
-        made = (*instr.writes, *(var for var in instr.outputs() if strict or not _is_position(instr, var)))
-        checked = _asserted_by(instr) if strict else _in_range_for(instr)
-        return cls(*(frozenset([var.storage for var in of]) for of in (made, instr.inputs(), checked)))
+        if isinstance(instr.op, Template):
+            checked, made = instr.op.known(f"unchecked, {strict}", partial(_summary, strict=strict))
+            given = [var.storage for var in instr.args[0]]
+            pairs = ((instr.out[place].storage, [given[one] for one in of]) for place, of in made)
+            return cls(dict(pairs), [given[one] for one in checked])
+        written = (*instr.writes, *(var for var in instr.outputs() if strict or not _is_position(instr, var)))
+        read = {var.storage for var in instr.inputs()}
+        refused = _asserted_by(instr) if strict else _in_range_for(instr)
+        return cls(dict.fromkeys((var.storage for var in written), read), [var.storage for var in refused])
 
 
-@dataclass(frozen=True, slots=True)
-class _Again:
-    """What a call of a template does: a call for each of its results, told only if one of them is checked.
-
-    Attributes:
-      made: By storage of its results, which of what it is given they are computed from.
-      given: The storages of what it is given.
-      checked: Those of what it is given that it may refuse.
-    """
-
-    made: dict[int, Sequence[int]]
-    given: Sequence[int]
-    checked: frozenset[int]
-
-    @classmethod
-    def of(cls, instr: Instr, *, strict: bool) -> _Again:
-        checked, reads = instr.op.known(f"unchecked, {strict}", partial(_summary, strict=strict))
-        given = [var.storage for var in instr.args[0]]
-        made = {instr.out[place].storage: of for place, of in reads}
-        return cls(made, given, frozenset([given[number] for number in checked]))
-
-    def read_for(self, checked: set[int]) -> set[int]:
-        """Return the storages that checked results are computed from."""
-        return {self.given[number] for one in self.made.keys() & checked for number in self.made[one]}
-
-
-def _in_reverse(instrs: Sequence[Instr], *, strict: bool) -> list[_Call | _Again]:
-    """Return the calls, the last one first: what they check of any values, or whether indices are in range."""
-    return [
-        (_Again if isinstance(instr.op, Template) else _Call).of(instr, strict=strict)
-        for instr in reversed(instrs)
-    ]
+def _in_reverse(instrs: Sequence[Instr], *, strict: bool) -> list[_Call]:
+    """Return what calls do, last call first. If strict, they check any values; else, whether indices are in range."""
+    return [_Call.of(instr, strict=strict) for instr in reversed(instrs)]
 
 
 def _summary(template: Template, *, strict: bool) -> tuple[Sequence[int], list[tuple[int, Sequence[int]]]]:
-    """Return which of what a template is given is checked, and, for a result in each storage, what it is made of."""
+    """Return which arguments a template checks, and from which it computes each storage of its results, by place."""
     calls, given = _in_reverse(template.calls, strict=strict), [var.storage for var in template.given]
 
     def among(storages: set[int]) -> Sequence[int]:
@@ -151,17 +128,17 @@ def _summary(template: Template, *, strict: bool) -> tuple[Sequence[int], list[t
     return among(_computed_from(calls, set())), made
 
 
-def _computed_from(calls: Iterable[_Call | _Again], checked: set[int]) -> set[int]:
-    """Return the storages that the given ones, and those that calls check, are computed from, and these.
+def _computed_from(calls: Iterable[_Call], checked: set[int]) -> set[int]:
+    """Add to checked storages those that the calls check, and all from which these are computed; return the set.
 
     Args:
       calls: The calls, the last one first.
-      checked: The given storages.
+      checked: Storages that are checked after the calls; written.
     """
     for call in calls:
-        if not checked.isdisjoint(call.made):
-            checked |= call.read if isinstance(call, _Call) else call.read_for(checked)
-        checked |= call.checked
+        for made in call.made.keys() & checked:
+            checked.update(call.made[made])
+        checked.update(call.checked)
     return checked
 
 

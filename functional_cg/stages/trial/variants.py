@@ -1,9 +1,9 @@
-"""Other values for a comparison: what the first batch does not show, made from it.
+"""Other values for a comparison, made from the first batch, to show what that batch hides.
 
-A gate that is closed in the first call (a hinge, a clip, a condition on the number of steps) hides what is behind it,
-products with ones and zeros hide where they round, and what does not overflow hides where it would. So a plan is
-compared again on values like the first ones, with other signs, sizes and counts. Only slots and inputs that may hold
-any value are changed, and a run in which single precision overflows proves nothing: its calls' order decides that.
+The first call may hide a mistake: behind a closed gate (a hinge, a clip, a condition on the number of steps), in a
+product with ones and zeros, which does not round, or where numbers would overflow and do not yet. So the trial compares
+the plan again on values like the first ones, with other signs, sizes and counts. It changes only slots and inputs that
+may hold any value. It ignores runs in which single precision overflows: that depends on the order of the calls.
 """
 
 from __future__ import annotations
@@ -77,9 +77,10 @@ def _numbers(old: Tensor, kind: str, some: Tensor, *, leaf: bool) -> Tensor:
 
 
 class Finite:
-    """Watches which calls make numbers that are not finite out of finite ones, in single or double precision.
+    """Watches which calls turn finite numbers into others, in single or double precision.
 
-    In half precision, too, if a call rounds on the way to its result: how often, other kernels do otherwise.
+    It ignores results in half precision of calls that round once. Calls that round on the way count: how often they
+    do depends on the kernel.
     """
 
     def __init__(self) -> None:
@@ -98,7 +99,7 @@ class Finite:
         self._rows.append((read, wide))
 
     def ends(self) -> set[int]:
-        """Return the numbers of these calls."""
+        """Return the numbers of the calls at which finite numbers end."""
         known = (
             torch.stack([one.to(self._flags[0].device) for one in self._flags]).tolist()
             if self._flags
