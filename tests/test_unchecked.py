@@ -13,6 +13,7 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg.stages.trial.unchecked import Unchecked
 from functional_cg.testing import Simulator
+from tests.as_graphs import AsGraphs
 from tests.compiled_graphs import compiled
 
 pytestmark = pytest.mark.usefixtures("scalar_loops")
@@ -69,6 +70,9 @@ CALLS: dict[str, tuple[Callable[[Tensor], Any], Tensor, bool]] = {
         X,
         False,
     ),
+    "the last row of a mask": (lambda m: X.gather(1, m.sum(-1, keepdim=True) - 1), X > 0.1, False),
+    "how many are larger": (lambda x: TABLE[(x[0, :, None] >= X[0]).sum(-1) - 1], X, False),
+    "a sum that becomes an index": (lambda x: TABLE[(x * 0.1).sum(dtype=torch.int64)], X, False),
     "a divisor": (lambda n: 7 // n, IDS, False),
     "a remainder": (lambda n: torch.tensor(7) % (n + 1), IDS, False),
     "a divisor that is no integer": (lambda x: 7 // x, X, True),
@@ -132,6 +136,34 @@ def test_the_mask_that_attention_draws_is_not_checked() -> None:
         lambda state, x, key: ({"w": state["w"] * 2}, loss_of(x * state["w"], key)), backend=Simulator()
     )
     assert step.lower({"w": x}, x, key).reference.unchecked == Unchecked((True,), (True, True))
+
+
+def _at_the_edge(x: Tensor, y: Tensor) -> Tensor:
+    p = x / (x + y)  # 1 where y is 0, and never above: a run whose sums are an ulp less would be
+    torch._assert_async((p <= 1).all())
+    rows = torch.arange(22.0).view(11, 2)[(p * 10).ceil().long()]
+    return F.binary_cross_entropy(p, (p > 0.5).float()) + rows.sum()
+
+
+@pytest.mark.parametrize("backend", ["auto", AsGraphs()], ids=["direct", "as graphs"])
+@pytest.mark.parametrize("noise", [0.0, 4e-7])
+def test_what_a_call_checks_is_perturbed_within_its_bounds(backend: Any, noise: float) -> None:
+    """Also where a compiler rounds otherwise, so that runs with larger perturbations are made."""
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        return lambda *given: [one * (1 + noise) if one.is_floating_point() else one for one in graph(*given)]
+
+    def fn(state: Any, batch: Any) -> Any:
+        x, y = batch
+        return {"w": state["w"] / 3 + _at_the_edge(x, y)}, {"loss": _at_the_edge(x, y)}
+
+    step, state = fcg.graph_step(fn, lowering=compiler, backend=backend, certify=3), fcg.place({"w": ROW / 3})
+    for call in range(16):
+        x = torch.rand(64, generator=torch.Generator().manual_seed(call)) + 0.1
+        expected = fn(fcg.snapshot(state), (x, x.roll(1) * (x > 0.5)))
+        state, metrics = step(state, (x, x.roll(1) * (x > 0.5)))
+        torch.testing.assert_close((fcg.snapshot(state), metrics), expected)
+    assert "  certified: " in step.explain()
 
 
 @compiled

@@ -555,7 +555,7 @@ SILENT = (
     Mutant(
         "N231",
         "flags that are asserted may be computed from anything",
-        (("for var in instr.outputs() if strict or not", "for var in instr.outputs() if not"),),
+        (("var in (*instr.writes, *instr.outputs())), read)", "var in ranged), read)"),),
         ("tests/test_unchecked.py::test_what_may_hold_any_value[what is asserted]",),
         no_gpu="it is found in the program",
     ),
@@ -565,5 +565,12 @@ SILENT = (
         ((', "reorder_for_peak_memory": False}\n)\n', "}\n)\n"),),
         ("tests/test_old_values.py::test_what_is_added_to_a_value_is_there_for_all_that_read_the_sum[cpu]",),
         no_gpu="torch's kernels for a host are ordered so",
+    ),
+    Mutant(
+        "N233",
+        "a perturbed run moves numbers out of the range that a call checks",
+        (("    low, high = bounds\n", "    return value\n"),),
+        ("tests/test_unchecked.py::test_what_a_call_checks_is_perturbed_within_its_bounds[0.0-as graphs]",),
+        no_gpu="an assertion that fails there ends the run",
     ),
 )

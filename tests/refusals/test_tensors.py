@@ -568,13 +568,46 @@ def add_windows(s, b):
     return y.add_(y.reshape(-1)[:6].unfold(0, 3, 1))
 
 
+def add_to_a_factor(s, b):
+    y = b["x"][:3].clone()
+    return y.addmm_(y, y.clone())
+
+
+def multiply_into_a_factor(s, b):
+    y = b["x"][:3].clone()
+    return torch.mm(y, y.clone(), out=y)
+
+
+def add_to_each_other(s, b):
+    y, z = b["x"].clone(), b["x"] + 1
+    torch._foreach_add_([y, z], [z, y])
+    return y
+
+
+def add_twice(s, b):
+    y = b["x"].clone()
+    torch._foreach_add_([y, y], [b["x"], b["x"]])
+    return y
+
+
 def write_into_an_argument(s, b):
     y = b["x"].clone()
     return torch.add(y[:, :-1], 1, out=y[:, 1:])
 
 
 @pytest.mark.parametrize(
-    "function", [shift_columns, copy_columns, divide_by_a_column, add_windows, write_into_an_argument]
+    "function",
+    [
+        shift_columns,
+        copy_columns,
+        divide_by_a_column,
+        add_windows,
+        add_to_a_factor,
+        multiply_into_a_factor,
+        add_to_each_other,
+        add_twice,
+        write_into_an_argument,
+    ],
 )
 def test_a_call_that_reads_elements_that_it_writes_for_others(function):
     """Torch runs each of them, in the order of its kernel: the second smears its first column on a host."""
@@ -593,7 +626,16 @@ def test_each_element_may_be_read_for_itself_and_a_copy_for_others():
         z.add_(z).mul_(z.view(4, 3))
         z[:, :1].add_(z[:, 1:2])  # columns next to each other
         z[:2] -= z[2:]
-        return y, z
+        y[1:], y[:, 0] = y[0, 0], y[2, 2]  # numbers are read first
+        z.masked_fill_(z > 0, z[0, 0])
+        z[:, 0].unsqueeze(0).mul_(z[:, 0])
+        z[:3].addmm_(z[:3].clone(), y[:3])
+        rows = [*z.unbind(0)]
+        torch._foreach_add_(rows, rows)
+        c = torch.complex(y, z)
+        c *= c.real
+        c.imag.add_(c.real)
+        return y, z, c
 
     accepted(metric(step))
 

@@ -1,6 +1,6 @@
 """Find calls that write elements which they read for others, such as ``y[:, 1:] += y[:, :-1]``.
 
-A kernel may read such an element before or after it is written. Torch raises where it can tell, which is not everywhere.
+A kernel may read such an element before or after it writes it. Torch raises where it can tell, which is not everywhere.
 """
 
 from __future__ import annotations

@@ -34,10 +34,10 @@ from ...nn.refusals import registered_fix
 from ...pytree.trees import opened
 from ...state.arena import BufferSpec
 from ...tensors.aten import argument, can_draw, sync_reason, tensors_in, written_arguments
-from ...tensors.overlap import overlapping, storage_key
+from ...tensors.overlap import storage_key
 from ..variables import History
-from .known import aside_from_modes
 from .naming import module_fix, owned_fix, owns, read_fix, way_to
+from .overlaps import reads_what_it_writes
 from .places import Places
 
 __all__ = ["Rules", "host_sync"]
@@ -184,9 +184,9 @@ class Rules:
             raise self._launched_directly()
         written = written_arguments(func, args, kwargs) if facts.may_write else []
         self.places.check(func, args, kwargs, written)
+        if written and reads_what_it_writes(func, args, kwargs, written):
+            raise self._reads_what_it_writes(func)
         for tensor in written:
-            if any(_meets(tensor, one) for one in tensors_in([*args, *kwargs.values()])):
-                raise self._reads_what_it_writes(func)
             owner = self._protected.get(storage_key(tensor))
             if owner is not None and storage_key(tensor) not in self._copied:
                 raise self._mutation(func, owner, tensor)
@@ -431,14 +431,6 @@ def _facts(func: Any) -> _Facts:
         counts_from_the_storage=name in _FROM_THE_STORAGE,
         makes_memory=name in _MEMORY,
     )
-
-
-def _meets(written: Tensor, read: Tensor) -> bool:
-    """Whether tensors share elements, but not each with its own place, as in ``y[:, 1:].add_(y[:, :-1])``."""
-    if read is written or storage_key(read) != storage_key(written):
-        return False
-    places = [(one.storage_offset(), one.shape, one.stride(), one.dtype) for one in (written, read)]
-    return places[0] != places[1] and aside_from_modes(lambda: overlapping([written, read])) is not None
 
 
 def _field(owner: str) -> str:

@@ -31,7 +31,7 @@ class Distances:
         # By device, and whether they are integers or flags: pieces with their rows, and how many elements they have.
         self._waiting: dict[tuple[torch.device, bool], list[tuple[int, Tensor, Tensor]]] = {}
         self._counts: dict[tuple[torch.device, bool], int] = {}
-        # Rows with their norms; a graph may write these at each replay, so they are never copied.
+        # Rows with their norms.
         self._measured: list[tuple[Sequence[int], Tensor]] = []
         self._unlike: list[int] = []
 
@@ -72,6 +72,10 @@ class Distances:
         """Measure all that waits, without waiting for the GPU."""
         for group in self._waiting:
             self._measure(group)
+        by_device: dict[torch.device, list[tuple[Sequence[int], Tensor]]] = {}
+        for part in self._measured:
+            by_device.setdefault(part[1].device, []).append(part)
+        self._measured = [_joined(parts) for parts in by_device.values()]
 
     def _measure(self, group: tuple[torch.device, bool]) -> None:
         waiting, self._waiting[group], self._counts[group] = self._waiting[group], [], 0
@@ -90,6 +94,13 @@ class Distances:
         sizes = [len(piece) for piece in ones]
         norms = [_norms(of.split(sizes), order) for of in (apart, size) for order in (2, math.inf)]
         self._measured.append((numbers, torch.stack([*map(torch.stack, norms)])))
+
+
+def _joined(parts: Sequence[tuple[Sequence[int], Tensor]]) -> tuple[Sequence[int], Tensor]:
+    """Join what is read at once. A graph may write a part at each replay, so a single part is not copied."""
+    if len(parts) == 1:
+        return parts[0]
+    return [number for numbers, _ in parts for number in numbers], torch.cat([norms for _, norms in parts], 1)
 
 
 def between(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> Distances:

@@ -10,6 +10,7 @@ at later calls without measuring again.
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,8 @@ from .distances import Distances, between, rounded
 from .recorded import Recorded
 from .reference import Reference
 from .ulps import Shaker
+
+_log = logging.getLogger("functional_cg")
 
 __all__ = ["Difference", "Judge", "load_kernels", "miscompiled"]
 
@@ -158,11 +161,17 @@ class Judge:
             if number < len(_RUNS):
                 most, decisions, factor = _RUNS[number]
                 again()
-                if recorded is not None and number == 0:
-                    moved = recorded.moved()
-                else:
-                    shaker = Shaker(most, decisions, leans=number % 2 == 0, dice=dice)
-                    moved = self._moved(expected, buffers, shaker)
+                try:
+                    if recorded is not None and number == 0:
+                        moved = recorded.moved()
+                    else:
+                        shaker = Shaker(most, decisions, leans=number % 2 == 0, dice=dice)
+                        moved = self._moved(expected, buffers, shaker)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:  # a kernel refuses perturbed values, which then explain nothing
+                    _log.debug("not perturbed: %s", error)
+                    continue
                 # The norm of integers that differ is the root of their number.
                 limits = torch.maximum(limits, moved * torch.where(self._part > 0, factor, factor**0.5))
                 measured = (sizes > 0) & limits.isfinite()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -15,12 +15,12 @@ from ..evaluate import assigned, evaluate, quiet
 from ..layouts import laid_out, unsure
 from ..lifetimes import last_uses, peak_bytes, storage_bytes
 from ..passes.fused import at_places, group_size
-from ..plan import Buffers
+from ..plan import AtenPlan, Buffers, Run, lower_aten
 from ..program import Instr, Program, Var, live, written_storages
 from ..template import calls_of
 from .host_memory import HostMemory
-from .ulps import Shaker, copies_arguments
-from .unchecked import Unchecked
+from .ulps import Bounds, Shaker, bounds_of, copies_arguments, within
+from .unchecked import Unchecked, moved_checks
 
 __all__ = ["Output", "Reference", "Watch"]
 
@@ -90,6 +90,11 @@ class Reference:
         return {instr: unsure(instr) for instr in self._instrs}
 
     @cached_property
+    def _checks(self) -> dict[Instr, list[Var]]:
+        """The arguments that calls check and that rounding moves, by call."""
+        return moved_checks(instr for instr in self._instrs if instr.op is not _SHOWN)
+
+    @cached_property
     def _dead(self) -> dict[int, list[Var]]:
         return last_uses(self._instrs, ())
 
@@ -116,10 +121,24 @@ class Reference:
         """Bytes of the outputs."""
         return sum(out.var.spec.nbytes for out in self.outputs)
 
-    @property
+    @cached_property
+    def _plan(self) -> AtenPlan:
+        """A plan that returns the outputs and writes no slot."""
+        wanted = [out.var for out in self.outputs]
+        return lower_aten(replace(self.program, outputs=wanted, reports=[], updates=[]))
+
+    @cached_property
     def at_once(self) -> int:
-        """Bytes that a run takes at most if its outputs stay on the device."""
-        return self.kept + sum(self._memory)
+        """Bytes that :meth:`all_at_once` takes at most, or a run whose outputs stay on the device."""
+        schedule, outputs = self._plan.schedule, [out.var for out in self.outputs]
+        copies = sum(outputs[place].spec.nbytes for place in schedule.cloned)
+        peak, beside = self._memory
+        head = peak_bytes(schedule.head, {var.storage for var in outputs}, self._sizes)
+        return max(head + copies, self.kept + peak) + beside
+
+    def all_at_once(self, buffers: Buffers) -> Run:
+        """Return a run of the program as a plan, which makes fewer calls than :meth:`run` and takes more memory."""
+        return self._plan.bind(buffers)
 
     def values(self, buffers: Buffers, *, on_host: bool = False, watch: Watch | None = None) -> list[Tensor]:
         """Run the program, and return its outputs, each in memory of its own.
@@ -143,6 +162,7 @@ class Reference:
         see: Callable[[int, Tensor], None],
         shaker: Shaker | None = None,
         watch: Watch | None = None,
+        bounds: dict[tuple[Instr, Var], Bounds | None] | None = None,
     ) -> None:
         """Run the program once.
 
@@ -151,7 +171,11 @@ class Reference:
           see: Called as ``see(number, value)`` once per output, in any order; it may keep small values for a while.
           shaker: Perturbs the results of calls by ulps.
           watch: Called for each call with what it makes.
+          bounds: Of arguments that calls check. A run without a shaker notes them; one with a shaker keeps to them.
         """
+        if shaker is not None and bounds is None and self._checks:
+            bounds = {}
+            self.run(buffers, lambda number, value: None, bounds=bounds)
         numbers: dict[Var, list[int]] = {}
         for number, out in enumerate(self.outputs):
             numbers.setdefault(out.var, []).append(number)
@@ -169,9 +193,9 @@ class Reference:
                     for number in numbers[var]:
                         see(number, values[var])
                 elif watch is None:
-                    self._call(instr, values, static, shaker)
+                    self._call(instr, values, static, shaker, bounds)
                 else:  # no name is bound to what is made: it would stay for another call
-                    watch(instr, self._call(instr, values, static, shaker))
+                    watch(instr, self._call(instr, values, static, shaker, bounds))
                 for var in self._dead.get(place, ()):
                     values.pop(var, None)
 
@@ -258,13 +282,22 @@ class Reference:
         return dict(zip(self._bound_vars(), [*buffers.slots, *buffers.inputs, *own], strict=True))
 
     def _call(
-        self, instr: Instr, values: dict[Var, Tensor], static: Iterable[Var], shaker: Shaker | None
+        self,
+        instr: Instr,
+        values: dict[Var, Tensor],
+        static: Iterable[Var],
+        shaker: Shaker | None,
+        bounds: dict[tuple[Instr, Var], Bounds | None] | None,
     ) -> list[tuple[Var, Tensor]]:
         """Run a call, and return what it makes."""
         given, turned = values, self._unsure[instr]
+        checked = self._checks.get(instr, ()) if bounds is not None else ()
+        if bounds is not None and shaker is None:
+            bounds.update({(instr, var): bounds_of(values[var]) for var in checked})
         if shaker is not None:
+            kept = {var: within(values[var], bounds[instr, var]) for var in checked} if bounds else {}
             instr, moved = shaker.scalars(instr), shaker.arguments(instr, values)
-            given = values | moved if moved else values
+            given = values | moved | kept if moved or kept else values
         result = evaluate(instr, given.__getitem__)
         made = [
             (var, laid_out(one, var.spec.stride) if var in turned else one)

@@ -29,7 +29,9 @@ from torch import Tensor
 from ...tensors.ulps import AWAY_FROM_ZERO, DOWN, MOVABLE, TO_ZERO, UP, move
 from ..program import Instr, Var
 
-__all__ = ["Shaker", "copies_arguments"]
+__all__ = ["Bounds", "Shaker", "bounds_of", "copies_arguments", "within"]
+
+Bounds = tuple[Tensor, Tensor]  # the least and the greatest number, without dimensions
 
 _WIDE = MappingProxyType({torch.bfloat16: torch.float32, torch.float16: torch.float32})
 _MOST_NARROW = 8  # ulps of a 16-bit dtype: more would change the number too much
@@ -49,6 +51,7 @@ _CANCELS = frozenset(
     """native_batch_norm_backward cudnn_batch_norm_backward batch_norm_backward native_layer_norm_backward
     native_group_norm_backward _softmax_backward_data _log_softmax_backward_data""".split()
 )
+_WHOLE = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "linear", "matmul")
 _TF32 = 2.0**-11  # relative rounding of its factors
 _IN_A_ROW = 16  # terms that are summed in a fixed order: in a vector unit, in a tile of a product
@@ -138,6 +141,26 @@ def _flat_in_memory(tensor: Tensor) -> Tensor | None:
     strides = tensor.stride()
     flat = tensor.permute(sorted(range(tensor.dim()), key=lambda axis: -strides[axis]))
     return flat.view(-1) if flat.is_contiguous() else None
+
+
+def bounds_of(value: Tensor) -> Bounds | None:
+    """Return the least and the greatest number of a tensor; None if nobody can say."""
+    if value.dtype is torch.bool:
+        return value.all(), value.any()
+    if not value.numel() or not (value.dtype in MOVABLE or value.dtype in _WHOLE):
+        return None
+    low, high = value.aminmax()
+    if value.dtype in _WHOLE:
+        return low, high
+    return low.nan_to_num(-math.inf, math.inf, -math.inf), high.nan_to_num(math.inf, math.inf, -math.inf)
+
+
+def within(value: Tensor, bounds: Bounds | None) -> Tensor:
+    """Return a tensor whose numbers are within bounds."""
+    if bounds is None:
+        return value
+    low, high = bounds
+    return (value | low) & high if value.dtype is torch.bool else value.clamp(low, high)
 
 
 def copies_arguments(instr: Instr) -> bool:

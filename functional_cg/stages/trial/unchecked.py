@@ -6,21 +6,21 @@ CPU an integer division by zero kills the process.
 
 There are two kinds of checks. An index must be in range; one made from a comparison or from ``argmax`` of floats always
 is, so the walk stops there. An assertion, or a check of probabilities, may fail for any reason, so the walk continues
-through comparisons, too: it is the strict one.
+through comparisons, too. So it does behind a number that is counted: how many flags are set may be out of range.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 
 import torch
 
+from ...tensors.ulps import MOVABLE
 from ..program import Instr, Program, Var
 from ..template import Template
 
-__all__ = ["Unchecked"]
+__all__ = ["Unchecked", "moved_checks"]
 
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 # Prefixes of ops that check numbers of any dtype (probabilities, a nonnegative scale, a matrix to be decomposed), or
@@ -46,6 +46,8 @@ _LENIENT = _CASTS | frozenset(
     "cat stack sum cumsum amax amin any all max min repeat sort"
     " scaled_dot_product_dropout_attention scaled_dot_product_dropout_attention_backward".split()
 )
+# Calls whose whole numbers are as large as the values say.
+_COUNTS = frozenset("sum nansum cumsum prod cumprod count_nonzero bincount bucketize searchsorted".split())
 _OURS = frozenset({"aten", "prims", "fcg", "_c10d_functional", "c10d_functional"})
 
 
@@ -68,21 +70,49 @@ class Unchecked:
         Walks the calls backwards: the values that a checked value is computed from count as checked, too. A warm-up
         runs more than once, so the new value of a checked slot counts as well; its inputs are those of the call.
         """
-        of_inputs, of_slots = set[int](), set[int]()  # storages
-        for strict in (False, True):
-            calls = _in_reverse(program.instrs, strict=strict)
-            checked = _computed_from(calls, set())
-            of_inputs |= checked
-            known: set[int] = set()
-            while known != checked:
-                kept = zip(program.slots, program.new_state, strict=False)
-                new = {new.storage for old, new in kept if old.storage in checked}
-                known, checked = checked, _computed_from(calls, checked | new)
-            of_slots |= checked
-        return cls(
-            tuple(var.storage not in of_slots for var in program.slots),
-            tuple(var.storage not in of_inputs for var in program.inputs),
-        )
+        calls, checked, known = _in_reverse(program.instrs), _Checked(), _Checked()
+        checked.by(calls)
+        inputs = tuple(var.storage not in checked.all for var in program.inputs)
+        while known.all != checked.all:
+            known = _Checked({*checked.indices}, {*checked.asserted})
+            for old, new in zip(program.slots, program.new_state, strict=False):
+                checked.asserted |= {new.storage} if old.storage in checked.asserted else set()
+                checked.indices |= {new.storage} if old.storage in checked.indices else set()
+            checked.by(calls)
+        return cls(tuple(var.storage not in checked.all for var in program.slots), inputs)
+
+
+@dataclass(slots=True)
+class _Checked:
+    """Checked storages.
+
+    Attributes:
+      indices: Those that have to be in range.
+      asserted: Those that a call may refuse because of any of their values.
+    """
+
+    indices: set[int] = field(default_factory=set)
+    asserted: set[int] = field(default_factory=set)
+
+    @property
+    def all(self) -> set[int]:
+        return self.indices | self.asserted
+
+    def by(self, calls: Iterable[_Call]) -> None:
+        """Add what calls check, and all that checked storages are computed from.
+
+        Args:
+          calls: The calls, the last one first.
+        """
+        for call in calls:
+            for made in call.made.keys() & self.asserted:
+                self.asserted.update(call.made[made])
+            for made in call.ranges.keys() & self.indices:
+                indices, asserted = call.ranges[made]
+                self.indices.update(indices)
+                self.asserted.update(asserted)
+            self.indices.update(call.in_range)
+            self.asserted.update(call.asserted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,60 +120,89 @@ class _Call:
     """What a call does with memory.
 
     Attributes:
-      made: The storages of the arguments from which it computes each storage that it makes or writes. If not strict,
-        results that are in range for any arguments are left out.
-      checked: The storages of the arguments that it may refuse because of their values.
+      made: The storages of the arguments from which it computes each storage that it makes or writes.
+      ranges: For each of these that may be out of range: which arguments have to be in range, and which may not have
+        any other value, for it to be in range.
+      in_range: The storages of the arguments that have to be in range.
+      asserted: Those of the arguments that it may refuse because of any of their values.
     """
 
     made: Mapping[int, Collection[int]]
-    checked: Collection[int]
+    ranges: Mapping[int, tuple[Collection[int], Collection[int]]]
+    in_range: Collection[int]
+    asserted: Collection[int]
 
     @classmethod
-    def of(cls, instr: Instr, *, strict: bool) -> _Call:
+    def of(cls, instr: Instr) -> _Call:
         if isinstance(instr.op, Template):
-            checked, made = instr.op.known(f"unchecked, {strict}", partial(_summary, strict=strict))
-            given = [var.storage for var in instr.args[0]]
-            pairs = ((instr.out[place].storage, [given[one] for one in of]) for place, of in made)
-            return cls(dict(pairs), [given[one] for one in checked])
-        written = (*instr.writes, *(var for var in instr.outputs() if strict or not _is_position(instr, var)))
+            return cls._of_template(instr)
         read = {var.storage for var in instr.inputs()}
-        refused = _asserted_by(instr) if strict else _in_range_for(instr)
-        return cls(dict.fromkeys((var.storage for var in written), read), [var.storage for var in refused])
+        ranged = (*instr.writes, *(var for var in instr.outputs() if not _is_position(instr, var)))
+        of = ((), read) if instr.name in _COUNTS else (read, ())
+        return cls(
+            dict.fromkeys((var.storage for var in (*instr.writes, *instr.outputs())), read),
+            dict.fromkeys((var.storage for var in ranged), of),
+            [var.storage for var in _in_range_for(instr)],
+            [var.storage for var in _asserted_by(instr)],
+        )
+
+    @classmethod
+    def _of_template(cls, instr: Instr) -> _Call:
+        of_itself, made, ranges = instr.op.known("unchecked", _summary)
+        given = [var.storage for var in instr.args[0]]
+
+        def named(places: Sequence[int]) -> list[int]:
+            return [given[one] for one in places]
+
+        out = [var.storage for var in instr.out]
+        return cls(
+            {out[place]: named(read) for place, read in made.items()},
+            {out[place]: (named(indices), named(asserted)) for place, (indices, asserted) in ranges.items()},
+            *map(named, of_itself),
+        )
 
 
-def _in_reverse(instrs: Sequence[Instr], *, strict: bool) -> list[_Call]:
-    """Return what calls do, last call first. If strict, they check any values; else, whether indices are in range."""
-    return [_Call.of(instr, strict=strict) for instr in reversed(instrs)]
+def _in_reverse(instrs: Sequence[Instr]) -> list[_Call]:
+    return [_Call.of(instr) for instr in reversed(instrs)]
 
 
-def _summary(template: Template, *, strict: bool) -> tuple[Sequence[int], list[tuple[int, Sequence[int]]]]:
-    """Return which arguments a template checks, and from which it computes each storage of its results, by place."""
-    calls, given = _in_reverse(template.calls, strict=strict), [var.storage for var in template.given]
+_Places = tuple[Sequence[int], Sequence[int]]
 
-    def among(storages: set[int]) -> Sequence[int]:
-        return [number for number, one in enumerate(given) if one in storages]
+
+def _summary(template: Template) -> tuple[_Places, dict[int, Sequence[int]], dict[int, _Places]]:
+    """Return what a template does as :class:`_Call` has it, with places of arguments and of results."""
+    calls, given = _in_reverse(template.calls), [var.storage for var in template.given]
+
+    def computed_from(checked: _Checked) -> _Places:
+        checked.by(calls)
+        return tuple(  # type: ignore[return-value]
+            [number for number, one in enumerate(given) if one in some]
+            for some in (checked.indices, checked.asserted)
+        )
 
     places = {var.storage: place for place, var in enumerate(template.results)}
-    made = [(place, among(_computed_from(calls, {storage}))) for storage, place in places.items()]
-    return among(_computed_from(calls, set())), made
+    made = {place: computed_from(_Checked(set(), {one}))[1] for one, place in places.items()}
+    ranges = {place: computed_from(_Checked({one}, set())) for one, place in places.items()}
+    return computed_from(_Checked()), made, ranges
 
 
-def _computed_from(calls: Iterable[_Call], checked: set[int]) -> set[int]:
-    """Add to checked storages those that the calls check, and all from which these are computed; return the set.
-
-    Args:
-      calls: The calls, the last one first.
-      checked: Storages that are checked after the calls; written.
-    """
-    for call in calls:
-        for made in call.made.keys() & checked:
-            checked.update(call.made[made])
-        checked.update(call.checked)
-    return checked
+def moved_checks(instrs: Iterable[Instr]) -> dict[Instr, list[Var]]:
+    """Return the arguments that calls check, of those that rounding moves, by call; not what is in range anyway."""
+    moved, positions, found = set[int](), set[int](), dict[Instr, list[Var]]()
+    for instr in instrs:
+        checked = dict.fromkeys([*_asserted_by(instr), *_in_range_for(instr)])
+        found[instr] = [var for var in checked if var.storage in moved - positions]
+        depends = any(var.storage in moved for var in instr.inputs())
+        for var in (*instr.outputs(), *instr.writes):
+            if depends or var.spec.dtype in MOVABLE:
+                moved.add(var.storage)
+                if var.spec.dtype in _INTEGERS and _is_position(instr, var):
+                    positions.add(var.storage)
+    return {instr: checked for instr, checked in found.items() if checked}
 
 
 def _is_position(instr: Instr, var: Var) -> bool:
-    """Whether a result is in range for any arguments: a flag, or integers from floats without a cast.
+    """Whether a result is in range for any arguments: a flag, or integers from floats, neither cast nor counted.
 
     How a decomposition went, which those ending with ``_ex`` return, is checked by a call of its own.
     """
@@ -152,7 +211,7 @@ def _is_position(instr: Instr, var: Var) -> bool:
     if (
         var.spec.dtype not in _INTEGERS
         or instr.by_element
-        or instr.name in _CASTS
+        or instr.name in _CASTS | _COUNTS
         or instr.name.endswith("_ex")
     ):
         return False
