@@ -737,7 +737,7 @@ HAZARDS = (
          "verify::test_a_stale_number_is_found_and_the_state_is_not_lost", "agreement::test_gpt",
          "agreement::test_captured_equals_the_compiled_function_uncaptured"),
     # what a compiler does
-    _row(137, 1, "N1 N33 N54 N55", "a compiler drops the copy of an old leaf, and reads it too late",
+    _row(137, 1, "N1 N33 N54 N55 N232", "a compiler drops the copy of an old leaf, and reads it too late",
          "impossible: what leaves a compiled step is owned, by an op that the compiler sees no further than",
          "old_values::test_old_values_compiled", "old_values::test_leaves_that_change_places",
          "old_values::test_exact_training", "old_values::test_a_metric_that_is_a_leaf_but_for_a_part",

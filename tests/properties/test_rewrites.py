@@ -75,7 +75,11 @@ def traced(calls: list[tuple[str, int, int]], *, gradient: bool) -> Program:
         return {"w": state["w"] + last}, {"loss": value, "last": last}
 
     state = fcg.place({"w": torch.eye(4)})
-    return fcg.graph_step(step, lowering="aten").lower(state, torch.ones(4, 4)).program
+    try:
+        return fcg.graph_step(step, lowering="aten").lower(state, torch.ones(4, 4)).program
+    except fcg.CaptureError as error:  # `x[1].copy_(x.t()[0])` has no meaning
+        assume("writes elements that the same call reads" not in str(error))
+        raise
 
 
 def results(program: Program) -> list[Tensor]:
