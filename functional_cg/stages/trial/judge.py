@@ -28,10 +28,9 @@ from .recorded import Recorded
 from .reference import Reference
 from .ulps import Shaker
 
-_log = logging.getLogger("functional_cg")
-
 __all__ = ["Difference", "Judge", "load_kernels", "miscompiled"]
 
+_log = logging.getLogger("functional_cg")
 # Runs that measure rounding: ulps by which results are perturbed, ulps for the arguments of deciding calls, and the
 # factor by which a result may exceed the change that the run shows. If nothing flips, the change grows with the ulps,
 # so all runs give about the same limit. In every other run, all elements of a result are perturbed in one direction.

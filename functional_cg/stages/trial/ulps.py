@@ -29,7 +29,7 @@ from torch import Tensor
 from ...tensors.ulps import AWAY_FROM_ZERO, DOWN, MOVABLE, TO_ZERO, UP, move
 from ..program import Instr, Var
 
-__all__ = ["Bounds", "Shaker", "bounds_of", "copies_arguments", "within"]
+__all__ = ["INTEGERS", "Bounds", "Shaker", "bounds_of", "copies_arguments", "within"]
 
 Bounds = tuple[Tensor, Tensor]  # the least and the greatest number, without dimensions
 
@@ -51,7 +51,7 @@ _CANCELS = frozenset(
     """native_batch_norm_backward cudnn_batch_norm_backward batch_norm_backward native_layer_norm_backward
     native_group_norm_backward _softmax_backward_data _log_softmax_backward_data""".split()
 )
-_WHOLE = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "linear", "matmul")
 _TF32 = 2.0**-11  # relative rounding of its factors
 _IN_A_ROW = 16  # terms that are summed in a fixed order: in a vector unit, in a tile of a product
@@ -147,10 +147,10 @@ def bounds_of(value: Tensor) -> Bounds | None:
     """Return the least and the greatest number of a tensor; None if nobody can say."""
     if value.dtype is torch.bool:
         return value.all(), value.any()
-    if not value.numel() or not (value.dtype in MOVABLE or value.dtype in _WHOLE):
+    if not value.numel() or not (value.dtype in MOVABLE or value.dtype in INTEGERS):
         return None
     low, high = value.aminmax()
-    if value.dtype in _WHOLE:
+    if value.dtype in INTEGERS:
         return low, high
     return low.nan_to_num(-math.inf, math.inf, -math.inf), high.nan_to_num(math.inf, math.inf, -math.inf)
 

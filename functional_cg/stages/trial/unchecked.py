@@ -19,10 +19,10 @@ import torch
 from ...tensors.ulps import MOVABLE
 from ..program import Instr, Program, Var
 from ..template import Template
+from .ulps import INTEGERS
 
 __all__ = ["Unchecked", "moved_checks"]
 
-_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 # Prefixes of ops that check numbers of any dtype (probabilities, a nonnegative scale, a matrix to be decomposed), or
 # that read where these say: a sample of an image at NaN ends the process on a host, as may what a mask lets through.
 _STRICT = (
@@ -72,14 +72,18 @@ class Unchecked:
         """
         calls, checked, known = _in_reverse(program.instrs), _Checked(), _Checked()
         checked.by(calls)
-        inputs = tuple(var.storage not in checked.all for var in program.inputs)
-        while known.all != checked.all:
+        of_inputs = checked.all
+        while known != checked:
             known = _Checked({*checked.indices}, {*checked.asserted})
             for old, new in zip(program.slots, program.new_state, strict=False):
                 checked.asserted |= {new.storage} if old.storage in checked.asserted else set()
                 checked.indices |= {new.storage} if old.storage in checked.indices else set()
             checked.by(calls)
-        return cls(tuple(var.storage not in checked.all for var in program.slots), inputs)
+        of_slots = checked.all
+        return cls(
+            tuple(var.storage not in of_slots for var in program.slots),
+            tuple(var.storage not in of_inputs for var in program.inputs),
+        )
 
 
 @dataclass(slots=True)
@@ -191,12 +195,12 @@ def moved_checks(instrs: Iterable[Instr]) -> dict[Instr, list[Var]]:
     moved, positions, found = set[int](), set[int](), dict[Instr, list[Var]]()
     for instr in instrs:
         checked = dict.fromkeys([*_asserted_by(instr), *_in_range_for(instr)])
-        found[instr] = [var for var in checked if var.storage in moved - positions]
+        found[instr] = [var for var in checked if var.storage in moved and var.storage not in positions]
         depends = any(var.storage in moved for var in instr.inputs())
         for var in (*instr.outputs(), *instr.writes):
             if depends or var.spec.dtype in MOVABLE:
                 moved.add(var.storage)
-                if var.spec.dtype in _INTEGERS and _is_position(instr, var):
+                if var.spec.dtype in INTEGERS and _is_position(instr, var):
                     positions.add(var.storage)
     return {instr: checked for instr, checked in found.items() if checked}
 
@@ -209,13 +213,13 @@ def _is_position(instr: Instr, var: Var) -> bool:
     if var.spec.dtype is torch.bool:
         return True
     if (
-        var.spec.dtype not in _INTEGERS
+        var.spec.dtype not in INTEGERS
         or instr.by_element
         or instr.name in _CASTS | _COUNTS
         or instr.name.endswith("_ex")
     ):
         return False
-    return all(one.spec.dtype not in _INTEGERS for one in instr.inputs())
+    return all(one.spec.dtype not in INTEGERS for one in instr.inputs())
 
 
 def _asserted_by(instr: Instr) -> Iterator[Var]:
@@ -228,4 +232,4 @@ def _in_range_for(instr: Instr) -> Iterator[Var]:
     """Yield the arguments that have to be in range for a call."""
     name = instr.name
     if name.startswith(_DIVISIONS) or not (instr.by_element or name in _LENIENT or instr.is_view):
-        yield from (var for var in instr.inputs() if var.spec.dtype in _INTEGERS)
+        yield from (var for var in instr.inputs() if var.spec.dtype in INTEGERS)
