@@ -177,7 +177,21 @@ def by_powers(x: Tensor, _: Tensor) -> Any:
     return (*(torch.ldexp(*pair) for pair in pairs), loss, loss.float() + 1)
 
 
-@pytest.mark.parametrize("fn", [compared, promoted_by_dimensions, in_decimals, with_integers, by_powers])
+def of_differences(x: Tensor, number: Tensor) -> Any:
+    """Losses whose differences, or squares of them, overflow to infinity in half precision."""
+    losses = (
+        torch.nn.functional.huber_loss,
+        torch.nn.functional.mse_loss,
+        torch.nn.functional.smooth_l1_loss,
+    )
+    of_both = [(x.to(half), number.to(half) - 3 * x.to(half)) for half in (BF16, F16)]
+    of_both.append(((x * 30_000).to(F16), (number - x * 30_000).to(F16)))
+    return [loss(*pair, reduction="none") for loss in losses for pair in of_both]
+
+
+@pytest.mark.parametrize(
+    "fn", [compared, promoted_by_dimensions, in_decimals, with_integers, by_powers, of_differences]
+)
 @compiled
 def test_numbers_and_dtypes_are_those_of_torchs_kernels(
     compiled_on: str, fn: Callable[[Tensor, Tensor], Any]

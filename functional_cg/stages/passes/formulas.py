@@ -183,8 +183,52 @@ def _round(x: Tensor, *, decimals: int = 0) -> Tensor:
     return scaled.round() / power if decimals > 0 else scaled.round() * power
 
 
-def _huber_loss(*args: Any, **kwargs: Any) -> Any:
-    return torch.ops.aten.huber_loss.default(*_as_predicted(args[0], args), **kwargs)
+def _huber_loss(x: Tensor, target: Tensor, reduction: int = _MEAN, delta: float = 1.0) -> Tensor:
+    return _reduced(torch.ops.aten.huber_loss.default, torch.float16, x, target, reduction, delta)
+
+
+def _mse_loss(x: Tensor, target: Tensor, reduction: int = _MEAN) -> Tensor:
+    return _reduced(torch.ops.aten.mse_loss.default, None, x, target, reduction)
+
+
+def _smooth_l1_loss(x: Tensor, target: Tensor, reduction: int = _MEAN, beta: float = 1.0) -> Tensor:
+    return _reduced(torch.ops.aten.smooth_l1_loss.default, torch.bfloat16, x, target, reduction, beta)
+
+
+def _reduced(
+    loss: Callable[..., Tensor],
+    whole: torch.dtype | None,
+    x: Tensor,
+    target: Tensor,
+    reduction: int,
+    *scale: float,
+) -> Tensor:
+    """Return a loss of differences as torch's kernels: in half precision, differences and losses are rounded.
+
+    In single precision throughout, as the compiler has it, a difference of 70,000 would not overflow.
+
+    Args:
+      loss: The loss.
+      whole: The dtype for which the kernel of a host does compute in single precision throughout.
+      x: The prediction.
+      target: The target.
+      reduction: Torch's number for it.
+      scale: The loss' own number.
+    """
+    x, target = _as_predicted(x, (x, target))
+    if x.dtype is not target.dtype or x.dtype not in (torch.bfloat16, torch.float16):
+        return loss(x, target, reduction, *scale)
+    if _on_gpu(x) or x.dtype is not whole:
+        x = _rounded(x - target)
+        target = torch.zeros_like(x)
+        scale = tuple(_held(one, x.dtype) for one in scale)
+    each = _rounded(loss(x, target, 0, *scale))
+    return each if not reduction else each.mean() if reduction == _MEAN else each.sum()
+
+
+def _held(number: float, dtype: torch.dtype) -> float:
+    """Return a number as a kernel of this dtype holds it."""
+    return float(torch.tensor(number, dtype=dtype).item())
 
 
 def _mse_loss_backward(*args: Any, **kwargs: Any) -> Any:
@@ -234,9 +278,11 @@ FORMULAS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "aten::huber_loss": _huber_loss,
         "aten::index_fill": _index_fill,
         "aten::ldexp": _ldexp,
+        "aten::mse_loss": _mse_loss,
         "aten::mse_loss_backward": _mse_loss_backward,
         "aten::nextafter": _nextafter,
         "aten::round": _round,
+        "aten::smooth_l1_loss": _smooth_l1_loss,
         "aten::smooth_l1_loss_backward": _smooth_l1_loss_backward,
         "aten::soft_margin_loss_backward": _soft_margin_loss_backward,
         "fcg::normalized": apply_statistics,
