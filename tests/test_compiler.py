@@ -81,6 +81,23 @@ def test_a_compiler_that_gives_up(
     assert (state["w"].tolist(), metrics["m"].item()) == ([1, 1, 1], 3)
 
 
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+def test_a_kernel_with_other_strides_than_its_trace_is_refused() -> None:
+    """The compiler's code asserts strides as it runs; of complex systems, those of torch's trace are wrong."""
+
+    def train_step(state: Any, x: Tensor) -> Any:
+        return {"w": state["w"] + 1}, torch.linalg.solve_triangular(x.mH, x[:, :3], upper=False) * 2
+
+    x = torch.randn(5, 5, dtype=torch.complex64) + 5 * torch.eye(5)
+    state = fcg.place({"w": torch.zeros(())})
+    with pytest.raises(fcg.CaptureError, match=r'gave up on it.*\n.*stride.*\n.*`lowering="aten"`'):
+        fcg.graph_step(train_step, lowering="inductor")(state, x)
+    step = fcg.graph_step(train_step, lowering="aten")
+    state, found = step(state, x)
+    assert state["w"] == 1
+    assert torch.equal(found, step.eager(state, x)[1])
+
+
 @compiled
 def test_a_sum_with_a_product_keeps_what_multiplies_the_product(compiled_on: str) -> None:
     """Of a mean that moves, such as that of a codebook; the numbers are small integers, so all sums are exact."""

@@ -25,18 +25,30 @@ Compiler = Callable[..., Any]
 def by_inductor(
     name: str, graph: fx.GraphModule, arguments: Sequence[Tensor], **options: bool
 ) -> Callable[..., Any]:
-    """Call :func:`compile_graph`; raise :class:`CaptureError` if torch's compiler fails."""
+    """Call :func:`compile_graph`; raise :class:`CaptureError` if torch's compiler fails, or its code does."""
     try:
-        return compile_graph(graph, arguments, **options)
+        compiled = compile_graph(graph, arguments, **options)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # it promises no type: passes before inductor assert
-        raise CaptureError.of(
-            name,
-            "torch's compiler gave up on it; the state is unchanged.",
-            rows=[f"{type(error).__name__}: {words_of(error).strip().partition(chr(10))[0]}"],
-            fix='`lowering="aten"` runs the calls as they are.',
-        ) from error
+        raise _gave_up(name, error) from error
+
+    def run(*given: Tensor) -> Any:
+        try:
+            return compiled(*given)
+        except AssertionError as error:  # a kernel has other strides than its trace, in each run
+            raise _gave_up(name, error) from error
+
+    return run
+
+
+def _gave_up(name: str, error: Exception) -> CaptureError:
+    return CaptureError.of(
+        name,
+        "torch's compiler gave up on it; the state is unchanged.",
+        rows=[f"{type(error).__name__}: {words_of(error).strip().partition(chr(10))[0]}"],
+        fix='`lowering="aten"` runs the calls as they are.',
+    )
 
 
 class Results:
