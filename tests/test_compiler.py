@@ -83,7 +83,7 @@ def test_a_compiler_that_gives_up(
 
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
 def test_a_kernel_with_other_strides_than_its_trace_is_refused() -> None:
-    """The compiler's code asserts strides as it runs; of complex systems, those of torch's trace are wrong."""
+    """Torch's trace gives a solved complex system other strides than its kernel; the compiled code asserts them."""
 
     def train_step(state: Any, x: Tensor) -> Any:
         return {"w": state["w"] + 1}, torch.linalg.solve_triangular(x.mH, x[:, :3], upper=False) * 2

@@ -147,6 +147,16 @@ def test_losses_of_a_gpu_read_all_in_the_dtype_of_the_prediction(
     assert torch.equal(found, op(*(one.half() for one in before), half, target.half(), *after))
 
 
+@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss"])
+def test_other_losses_of_a_gpu_promote_their_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("functional_cg.stages.passes.formulas._on_gpu", lambda x: True)
+    half, target = torch.tensor([0.5, 1, 2]).half(), torch.tensor([0.7, 1.3, 2.1])
+    op = getattr(torch.ops.aten, name).default
+    found, expected = FORMULAS[f"aten::{name}"](half, target, 0), op(half, target, 0)
+    assert found.dtype is expected.dtype
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_the_formula_is_that_of_the_op(name: str) -> None:
     """All but the gradients, which the ops give back as they use them, and moments where there are none."""

@@ -178,7 +178,7 @@ def by_powers(x: Tensor, _: Tensor) -> Any:
 
 
 def of_differences(x: Tensor, number: Tensor) -> Any:
-    """Losses whose differences, or squares of them, overflow to infinity in half precision."""
+    """Losses whose differences, or squares of them, overflow to infinity in half precision; and of mixed dtypes."""
     losses = (
         torch.nn.functional.huber_loss,
         torch.nn.functional.mse_loss,
@@ -186,7 +186,8 @@ def of_differences(x: Tensor, number: Tensor) -> Any:
     )
     of_both = [(x.to(half), number.to(half) - 3 * x.to(half)) for half in (BF16, F16)]
     of_both.append(((x * 30_000).to(F16), (number - x * 30_000).to(F16)))
-    return [loss(*pair, reduction="none") for loss in losses for pair in of_both]
+    alone = [loss(*pair, reduction="none") for loss in losses for pair in of_both]
+    return [*alone, *(loss(x.to(F16), x * 2, reduction="none") for loss in losses[1:])]
 
 
 @pytest.mark.parametrize(

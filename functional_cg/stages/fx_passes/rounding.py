@@ -19,12 +19,12 @@ from torch import Tensor, fx
 from ...tensors.aten import returns_view
 from .old_values import KEPT, LATER
 
-__all__ = ["ROUNDED", "keep_roundings"]
+__all__ = ["HALF", "ROUNDED", "keep_roundings"]
 
 _aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
 _MARK = "low_precision_pointwise_barrier"
-_HALF = frozenset({torch.float16, torch.bfloat16})
+HALF = frozenset({torch.float16, torch.bfloat16})
 # These return some of their arguments' numbers, or the negatives of these, which need no rounding.
 _EXACT = frozenset(
     {
@@ -106,7 +106,7 @@ def _round_operands(graph: fx.Graph, node: fx.Node) -> bool:
     floats = [value for _, value in operands if value.is_floating_point()]
     most = max((value.dim() for value in floats), default=0)
     dtypes = {value.dtype for value in floats if min(value.dim(), 1) == min(most, 1)}
-    if len(dtypes) != 1 or not dtypes <= _HALF:
+    if len(dtypes) != 1 or not dtypes <= HALF:
         return False
     (dtype,) = dtypes
     on_host = node.meta["val"].device.type == "cpu"
@@ -114,7 +114,7 @@ def _round_operands(graph: fx.Graph, node: fx.Node) -> bool:
     wide = [
         (one, value)
         for one, value in operands
-        if value.dtype not in _HALF | {torch.bool} and (one is not kept or value.dim())
+        if value.dtype not in HALF | {torch.bool} and (one is not kept or value.dim())
     ]
     for one, value in wide:
         with graph.inserting_before(node):
@@ -128,7 +128,7 @@ def _round_operands(graph: fx.Graph, node: fx.Node) -> bool:
 
 def _is_half(node: fx.Node) -> bool:
     value: Any = node.meta.get("val")
-    return isinstance(value, Tensor) and value.dtype in _HALF
+    return isinstance(value, Tensor) and value.dtype in HALF
 
 
 def _is_view(node: fx.Node) -> bool:

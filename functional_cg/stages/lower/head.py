@@ -25,7 +25,10 @@ Compiler = Callable[..., Any]
 def by_inductor(
     name: str, graph: fx.GraphModule, arguments: Sequence[Tensor], **options: bool
 ) -> Callable[..., Any]:
-    """Call :func:`compile_graph`; raise :class:`CaptureError` if torch's compiler fails, or its code does."""
+    """Call :func:`compile_graph`; raise :class:`CaptureError` if torch's compiler fails.
+
+    Its code asserts the strides of what kernels return; where those of torch's trace are wrong, that fails in each run.
+    """
     try:
         compiled = compile_graph(graph, arguments, **options)
     except torch.OutOfMemoryError:
@@ -36,7 +39,7 @@ def by_inductor(
     def run(*given: Tensor) -> Any:
         try:
             return compiled(*given)
-        except AssertionError as error:  # a kernel has other strides than its trace, in each run
+        except AssertionError as error:
             raise _gave_up(name, error) from error
 
     return run

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fx_passes.rounding import ROUNDED
+from ..fx_passes.rounding import HALF, ROUNDED
 from ..fx_passes.updates import update
 from .normalized import apply_statistics
 
@@ -170,55 +170,56 @@ def _ldexp(x: Tensor, exponent: Tensor) -> Tensor:
 
 def _rounded(value: Tensor) -> Tensor:
     """Return a value that a formula computes in between, rounded to its dtype if that is of half precision."""
-    return ROUNDED(value, value.dtype) if value.dtype in (torch.bfloat16, torch.float16) else value
+    return ROUNDED(value, value.dtype) if value.dtype in HALF else value
 
 
 def _round(x: Tensor, *, decimals: int = 0) -> Tensor:
     """As torch's kernels: they divide where the compiler multiplies, and that of a GPU rounds in between."""
     if not decimals:
         return x.round()
-    power = torch.tensor(10.0 ** abs(decimals), dtype=x.dtype).item()
+    power = _held(10.0 ** abs(decimals), x.dtype)
     scaled = x * power if decimals > 0 else x / power
     scaled = _rounded(scaled) if _on_gpu(x) else scaled
     return scaled.round() / power if decimals > 0 else scaled.round() * power
 
 
 def _huber_loss(x: Tensor, target: Tensor, reduction: int = _MEAN, delta: float = 1.0) -> Tensor:
-    return _reduced(torch.ops.aten.huber_loss.default, torch.float16, x, target, reduction, delta)
+    x, target = _as_predicted(x, (x, target))
+    return _of_differences(torch.ops.aten.huber_loss.default, torch.float16, x, target, reduction, delta)
 
 
 def _mse_loss(x: Tensor, target: Tensor, reduction: int = _MEAN) -> Tensor:
-    return _reduced(torch.ops.aten.mse_loss.default, None, x, target, reduction)
+    return _of_differences(torch.ops.aten.mse_loss.default, None, x, target, reduction)
 
 
 def _smooth_l1_loss(x: Tensor, target: Tensor, reduction: int = _MEAN, beta: float = 1.0) -> Tensor:
-    return _reduced(torch.ops.aten.smooth_l1_loss.default, torch.bfloat16, x, target, reduction, beta)
+    loss = torch.ops.aten.smooth_l1_loss.default
+    return _of_differences(loss, torch.bfloat16, x, target, reduction, beta)
 
 
-def _reduced(
+def _of_differences(
     loss: Callable[..., Tensor],
-    whole: torch.dtype | None,
+    wide: torch.dtype | None,
     x: Tensor,
     target: Tensor,
     reduction: int,
     *scale: float,
 ) -> Tensor:
-    """Return a loss of differences as torch's kernels: in half precision, differences and losses are rounded.
+    """Return a loss of differences as torch's kernels compute it: in half precision, they round each difference.
 
-    In single precision throughout, as the compiler has it, a difference of 70,000 would not overflow.
+    The compiler computes in float32 throughout, where a difference of 70,000 does not overflow.
 
     Args:
-      loss: The loss.
-      whole: The dtype for which the kernel of a host does compute in single precision throughout.
+      loss: The op.
+      wide: The dtype for which the CPU kernel does compute in float32 throughout.
       x: The prediction.
       target: The target.
-      reduction: Torch's number for it.
-      scale: The loss' own number.
+      reduction: Torch's number for none, mean or sum.
+      scale: The number that the op takes, if any: ``delta`` or ``beta``.
     """
-    x, target = _as_predicted(x, (x, target))
-    if x.dtype is not target.dtype or x.dtype not in (torch.bfloat16, torch.float16):
+    if x.dtype is not target.dtype or x.dtype not in HALF:
         return loss(x, target, reduction, *scale)
-    if _on_gpu(x) or x.dtype is not whole:
+    if _on_gpu(x) or x.dtype is not wide:
         x = _rounded(x - target)
         target = torch.zeros_like(x)
         scale = tuple(_held(one, x.dtype) for one in scale)
@@ -228,7 +229,7 @@ def _reduced(
 
 def _held(number: float, dtype: torch.dtype) -> float:
     """Return a number as a kernel of this dtype holds it."""
-    return float(torch.tensor(number, dtype=dtype).item())
+    return torch.tensor(number, dtype=dtype).item()
 
 
 def _mse_loss_backward(*args: Any, **kwargs: Any) -> Any:
@@ -259,7 +260,7 @@ def _nextafter(x: Tensor, other: Tensor) -> Tensor:
     Without their signs, the bits of numbers are whole numbers in the same order.
     """
     x, other = torch.broadcast_tensors(x, other)
-    if x.dtype not in (torch.bfloat16, torch.float16):
+    if x.dtype not in HALF:
         return torch.ops.aten.nextafter.default(x, other)  # type: ignore[no-any-return]
     bits = x.clone().view(torch.int16)
     away = torch.where((x > 0) == (other > x), bits + 1, bits - 1)
