@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -179,15 +180,21 @@ def by_powers(x: Tensor, _: Tensor) -> Any:
 
 def of_differences(x: Tensor, number: Tensor) -> Any:
     """Losses whose differences, or squares of them, overflow to infinity in half precision; and of mixed dtypes."""
+    functional = torch.nn.functional
     losses = (
-        torch.nn.functional.huber_loss,
-        torch.nn.functional.mse_loss,
-        torch.nn.functional.smooth_l1_loss,
+        functional.mse_loss,
+        functional.smooth_l1_loss,
+        functional.huber_loss,
+        partial(functional.smooth_l1_loss, beta=0.3),
+        partial(functional.huber_loss, delta=0.3),
     )
     of_both = [(x.to(half), number.to(half) - 3 * x.to(half)) for half in (BF16, F16)]
     of_both.append(((x * 30_000).to(F16), (number - x * 30_000).to(F16)))
     alone = [loss(*pair, reduction="none") for loss in losses for pair in of_both]
-    return [*alone, *(loss(x.to(F16), x * 2, reduction="none") for loss in losses[1:])]
+    mean = functional.mse_loss(
+        (x * 100).to(F16), (number - x * 100).to(F16)
+    )  # of squares, some of them infinite
+    return [*alone, mean, *(loss(x.to(F16), x * 2, reduction="none") for loss in losses[:2])]
 
 
 @pytest.mark.parametrize(

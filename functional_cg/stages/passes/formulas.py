@@ -20,6 +20,7 @@ __all__ = ["FORMULAS", "WITH_SCALARS"]
 WITH_SCALARS = frozenset({"aten::_fused_adam", "aten::_fused_adamw"})
 
 _MEAN = 1  # torch's number for a loss that is a mean
+_Kept = Callable[[Tensor], Tensor]
 
 
 def _adam(
@@ -184,21 +185,33 @@ def _round(x: Tensor, *, decimals: int = 0) -> Tensor:
 
 
 def _huber_loss(x: Tensor, target: Tensor, reduction: int = _MEAN, delta: float = 1.0) -> Tensor:
+    def each(z: Tensor, kept: _Kept, delta: float) -> Tensor:
+        return torch.where(z < delta, kept(0.5 * z) * z, delta * kept(z - 0.5 * delta))
+
     x, target = _as_predicted(x, (x, target))
-    return _of_differences(torch.ops.aten.huber_loss.default, torch.float16, x, target, reduction, delta)
+    return _of_differences(
+        torch.ops.aten.huber_loss.default, each, torch.float16, x, target, reduction, delta
+    )
 
 
 def _mse_loss(x: Tensor, target: Tensor, reduction: int = _MEAN) -> Tensor:
-    return _of_differences(torch.ops.aten.mse_loss.default, None, x, target, reduction)
+    def each(z: Tensor, kept: _Kept) -> Tensor:
+        return z * z
+
+    return _of_differences(torch.ops.aten.mse_loss.default, each, None, x, target, reduction)
 
 
 def _smooth_l1_loss(x: Tensor, target: Tensor, reduction: int = _MEAN, beta: float = 1.0) -> Tensor:
+    def each(z: Tensor, kept: _Kept, beta: float) -> Tensor:
+        return torch.where(z < beta, kept(kept(0.5 * z) * z) / beta, z - 0.5 * beta)
+
     loss = torch.ops.aten.smooth_l1_loss.default
-    return _of_differences(loss, torch.bfloat16, x, target, reduction, beta)
+    return _of_differences(loss, each, torch.bfloat16, x, target, reduction, beta)
 
 
 def _of_differences(
     loss: Callable[..., Tensor],
+    each: Callable[..., Tensor],
     wide: torch.dtype | None,
     x: Tensor,
     target: Tensor,
@@ -207,10 +220,12 @@ def _of_differences(
 ) -> Tensor:
     """Return a loss of differences as torch's kernels compute it: in half precision, they round each difference.
 
-    The compiler computes in float32 throughout, where a difference of 70,000 does not overflow.
+    The compiler computes in float32 throughout, where a difference of 70,000 does not overflow. CPU kernels round
+    what they compute from the difference, too, after each operation.
 
     Args:
       loss: The op.
+      each: Its formula, of absolute differences, what rounds in between, and ``scale``.
       wide: The dtype for which the CPU kernel does compute in float32 throughout.
       x: The prediction.
       target: The target.
@@ -219,12 +234,13 @@ def _of_differences(
     """
     if x.dtype is not target.dtype or x.dtype not in HALF:
         return loss(x, target, reduction, *scale)
-    if _on_gpu(x) or x.dtype is not wide:
-        x = _rounded(x - target)
-        target = torch.zeros_like(x)
-        scale = tuple(_held(one, x.dtype) for one in scale)
-    each = _rounded(loss(x, target, 0, *scale))
-    return each if not reduction else each.mean() if reduction == _MEAN else each.sum()
+    if x.dtype is wide and not _on_gpu(x):
+        losses = loss(x, target, 0, *scale)
+    else:
+        kept: _Kept = (lambda value: value) if _on_gpu(x) else _rounded
+        losses = each(_rounded(x - target).abs(), kept, *(_held(one, x.dtype) for one in scale))
+    losses = _rounded(losses)
+    return losses if not reduction else losses.mean() if reduction == _MEAN else losses.sum()
 
 
 def _held(number: float, dtype: torch.dtype) -> float:
