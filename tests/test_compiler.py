@@ -46,11 +46,16 @@ def found() -> tuple[int, int, int]:
     return tuple(seen[f"fxgraph_cache_{name}"] for name in ("hit", "miss", "bypass"))  # type: ignore[return-value]
 
 
-def test_a_step_is_found_again_unless_our_functions_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they compute is in the graph that torch looks up."""
+def test_a_step_is_found_again_unless_our_functions_or_the_cpu_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What functions compute is in the graph that torch looks up, and for which CPU is in the key."""
     with fresh_cache():
         assert found() == (0, 1, 0)
         assert found() == (1, 0, 0)
+        with monkeypatch.context() as patch:  # loops for vectors are no good on a CPU without
+            patch.setenv("ATEN_CPU_CAPABILITY", "default")
+            assert found() == (0, 1, 0)
         changed = lambda *given: decompose_random_bits(*given) + 1 - 1  # noqa: E731
         monkeypatch.setattr(graph, "decompose_random_bits", changed)
         assert found() == (0, 1, 0)
