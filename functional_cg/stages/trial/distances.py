@@ -16,6 +16,7 @@ from ...state.arena import BufferSpec
 __all__ = ["Distances", "between", "rounded"]
 
 _CHUNK = 2**20  # elements to measure at a time
+_ROW = 2**8  # elements that a first reduction takes together: all of a GPU reduces, whatever tensor an element is of
 _FLOOR = 2.0  # ulps
 _norms = torch.ops.aten._foreach_norm.Scalar
 
@@ -49,7 +50,7 @@ class Distances:
         group = one.device, not (one.is_floating_point() or one.is_complex())
         for piece, other in zip(_pieces(one), _pieces(expected), strict=True):
             self._waiting.setdefault(group, []).append((number, piece, other))
-            self._counts[group] = self._counts.get(group, 0) + len(piece)
+            self._counts[group] = self._counts.get(group, 0) + _rows(piece) * _ROW
             if self._counts[group] >= _CHUNK:
                 self._measure(group)
         if one.numel() > _CHUNK:  # what is left would keep all of it alive
@@ -83,7 +84,7 @@ class Distances:
             return
         device, is_discrete = group
         numbers, ones, others = zip(*waiting, strict=True)
-        one, other = torch.cat(ones), torch.cat([piece.to(device) for piece in others])
+        one, other = _in_rows(ones), _in_rows([piece.to(device) for piece in others])
         if is_discrete:
             apart = (one != other).double()
             size = torch.zeros_like(apart)
@@ -91,9 +92,24 @@ class Distances:
             one, other = one.double(), other.double()
             same = (one == other) | (one.isnan() & other.isnan())
             apart, size = (one - other).masked_fill_(same, 0.0), other.nan_to_num_(0.0, 0.0, 0.0)
-        sizes = [len(piece) for piece in ones]
-        norms = [_norms(of.split(sizes), order) for of in (apart, size) for order in (2, math.inf)]
+        counts = [_rows(piece) for piece in ones]
+        norms = [
+            _norms(torch.linalg.vector_norm(of, order, 1).split(counts), order)
+            for of in (apart, size)
+            for order in (2, math.inf)
+        ]
         self._measured.append((numbers, torch.stack([*map(torch.stack, norms)])))
+
+
+def _rows(piece: Tensor) -> int:
+    return -(-len(piece) // _ROW)
+
+
+def _in_rows(pieces: Sequence[Tensor]) -> Tensor:
+    """Join pieces as a matrix; the last row of each is filled with zeros."""
+    zeros = pieces[0].new_zeros(_ROW)
+    filled = (part for piece in pieces for part in (piece, zeros[: -len(piece) % _ROW]))
+    return torch.cat([*filled]).view(-1, _ROW)
 
 
 def _joined(parts: Sequence[tuple[Sequence[int], Tensor]]) -> tuple[Sequence[int], Tensor]:
