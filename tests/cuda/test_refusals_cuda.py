@@ -143,6 +143,22 @@ def test_failed_capture_leaves_everything_usable():
     assert state["w"].tolist() == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.parametrize(
+    "solve", [torch.linalg.eigh, torch.linalg.eigvalsh, torch.linalg.svdvals, torch.linalg.eigvals]
+)
+@pytest.mark.parametrize("shape", [(3, 3), (2, 3, 3)], ids=str)
+def test_after_a_solver_that_cannot_be_captured_the_next_one_works(solve, shape):
+    x = torch.eye(3, device=DEVICE).expand(shape).clone()
+    expected = solve(x)  # cuSOLVER has a handle from here on
+    state = fcg.place({"w": torch.ones(3)}, DEVICE)
+    for _ in range(2):
+        with pytest.raises(fcg.CaptureError, match="capture failed"):
+            fcg.graph_step(lambda s, x: (s, solve(x)), lowering="aten")(state, x)
+        for one, other in zip(fcg.tree.leaves(solve(x)), fcg.tree.leaves(expected), strict=True):
+            assert torch.equal(one, other)
+    assert state["w"].tolist() == [1.0, 1.0, 1.0]
+
+
 def test_backend_is_the_one_of_the_device():
     step = fcg.graph_step(lambda s, b: (s, {}), lowering="aten")
     step(fcg.place({"w": torch.ones(3)}, DEVICE), None)

@@ -185,6 +185,7 @@ class CUDABackend:
         except BaseException as error:
             _abandon(graph, self._pool, self._device)
             _let_draw(self._streams[1])
+            _let_solve(error, self._device)
             _free_workspaces()
             self._pool = torch.cuda.graph_pool_handle()  # torch 2.11 considers the old one in use forever
             self._in_use = False
@@ -339,6 +340,13 @@ def _let_draw(stream: torch.cuda.Stream) -> None:
         torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"),
     ):
         pass
+
+
+def _let_solve(error: BaseException, device: torch.device) -> None:
+    """Take a failed capture's error out of cuSOLVER, whose next call in this thread would raise it once more."""
+    if any("cusolver" in words_of(one) for one in (error, error.__context__) if one is not None):
+        with contextlib.suppress(RuntimeError):
+            torch.linalg.eigvalsh(torch.ones(1, 1, device=device))
 
 
 def _free_workspaces() -> None:
