@@ -272,7 +272,7 @@ def test_a_compiled_step_finds_out_that_an_op_returns_other_strides_than_it_says
         columns = torch.ops.functional_cg_tests.columns
         step = fcg.graph_step(lambda s, x: ({"w": s["w"] + 2 * columns(x)}, {}), lowering="inductor")
         state = fcg.place({"w": torch.zeros(3, 4)})
-        with pytest.raises(fcg.CaptureError, match="gave up on it.*\n.*stride"):
+        with pytest.raises(fcg.CaptureError, match=r"gave up on it.*\n.*stride"):
             step(state, torch.arange(12.0).view(3, 4))
         assert not state["w"].any()
 

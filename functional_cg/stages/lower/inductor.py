@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 from collections import deque
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.compiler import config as compiler_config
 
 from ...concurrency.garbage import no_garbage_collection
 from ...tensors.fake_mode import compiler_mode
@@ -126,20 +126,23 @@ def compile_graph(
     if torch.are_deterministic_algorithms_enabled():
         options["deterministic"] = True  # never choose a variant of a reduction by timing it
     # The compiler makes a million objects, none of them garbage: to look for it took a tenth of a compilation.
-    with no_garbage_collection(), compiler_config.patch(cache_key_tag=_tag(on_host)):
+    with no_garbage_collection(), _for_this_cpu() if on_host else contextlib.nullcontext():
         return _compiled(graph, arguments, options)
 
 
-def _tag(on_host: bool) -> str:
-    """Return what torch's cache of compiled graphs has to tell apart, beside what it does.
+def _for_this_cpu() -> contextlib.AbstractContextManager[None]:
+    """Let torch's cache of compiled graphs tell processors apart.
 
-    It finds loops that were written for vectors of another CPU, or for another `ATEN_CPU_CAPABILITY`, and compiles
+    Else it finds loops that were written for vectors of another one, or for another `ATEN_CPU_CAPABILITY`, and compiles
     them for this one.
     """
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    tag = compiler_config.cache_key_tag
-    return f"{tag} {pick_vec_isa()}" if on_host else tag
+    config: Any = torch.compiler.config
+    patched: contextlib.AbstractContextManager[None] = config.patch(
+        cache_key_tag=f"{config.cache_key_tag} {pick_vec_isa()}"
+    )
+    return patched
 
 
 def _compiled(
