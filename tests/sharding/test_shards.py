@@ -104,7 +104,7 @@ def complex_product(params: Any, x: Tensor) -> Tensor:
 
 
 def pairs() -> dict[str, Tensor]:
-    return {name: randn(seed, 5, 3, 2) for seed, name in enumerate("abc")}
+    return {name: randn(seed, 5, 3, 2).double() for seed, name in enumerate("abc")}
 
 
 def gradients(stage: int) -> tuple[Any, Any]:
@@ -115,14 +115,15 @@ def gradients(stage: int) -> tuple[Any, Any]:
         return state, GATHER(fcg.grad(complex_product)(state.params, x))
 
     step = fcg.graph_step(step, lowering="aten")
-    eager = step.eager(fcg.fork(state), randn(9, 5, 3))[1]
-    return eager, step(state, randn(9, 5, 3))[1]
+    x = randn(9, 5, 3).double()
+    eager = step.eager(fcg.fork(state), x)[1]
+    return eager, step(state, x)[1]
 
 
 def test_leaves_read_as_complex_numbers_have_the_gradients_of_whole_ones() -> None:
-    whole = {name: leaf.double().requires_grad_() for name, leaf in pairs().items()}
+    whole = {name: leaf.requires_grad_() for name, leaf in pairs().items()}
     complex_product(whole, randn(9, 5, 3).double()).backward()
     for results in on_ranks(2, gradients, 3):
         for grads in results:
             for name, leaf in whole.items():
-                torch.testing.assert_close(grads[name].double(), leaf.grad)
+                torch.testing.assert_close(grads[name], leaf.grad)
