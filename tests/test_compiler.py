@@ -53,9 +53,10 @@ def test_a_step_is_found_again_unless_our_functions_or_the_cpu_changed(
     with fresh_cache():
         assert found() == (0, 1, 0)
         assert found() == (1, 0, 0)
-        with monkeypatch.context() as patch:  # loops for vectors are no good on a CPU without
-            patch.setenv("ATEN_CPU_CAPABILITY", "default")
-            assert found() == (0, 1, 0)
+        if torch.backends.cpu.get_cpu_capability() != "DEFAULT":
+            with monkeypatch.context() as patch:  # loops for vectors are no good on a CPU without
+                patch.setenv("ATEN_CPU_CAPABILITY", "default")
+                assert found() == (0, 1, 0)
         changed = lambda *given: decompose_random_bits(*given) + 1 - 1  # noqa: E731
         monkeypatch.setattr(graph, "decompose_random_bits", changed)
         assert found() == (0, 1, 0)
