@@ -11,9 +11,9 @@ from torch import Tensor
 from ..errors import LayoutError
 from ..messages.source import at_here
 from ..state.arena import BufferSpec
-from ..tensors.aten import full_name
+from ..tensors.op_table import row_of
 
-__all__ = ["MIXED_DTYPES", "PRODUCTS", "not_strided", "refuse_layouts", "refuse_mixed_dtypes"]
+__all__ = ["MIXED_DTYPES", "not_strided", "refuse_layouts", "refuse_mixed_dtypes"]
 
 MIXED_DTYPES = "expected tensors of one dtype"
 
@@ -21,19 +21,6 @@ _DENSE = "use dense gradients, `sparse=False`, and dense tensors, `.to_dense()` 
 _PADDED = (
     "pad its parts to one length, `torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)`; a mask tells real rows "
     "from padding, `torch.arange(x.shape[1]) < lengths[:, None]`."
-)
-PRODUCTS = frozenset(
-    {
-        "aten::addbmm",
-        "aten::addmm",
-        "aten::addmv",
-        "aten::baddbmm",
-        "aten::bmm",
-        "aten::convolution",
-        "aten::dot",
-        "aten::mm",
-        "aten::mv",
-    }
 )
 
 
@@ -75,6 +62,6 @@ def refuse_mixed_dtypes(func: Any, tensors: Sequence[Tensor]) -> None:
     Raises:
       RuntimeError: Naming the dtypes.
     """
-    if full_name(func) in PRODUCTS and len({tensor.dtype for tensor in tensors}) > 1:
+    if row_of(func).product and len({tensor.dtype for tensor in tensors}) > 1:
         found = ", ".join(str(BufferSpec.of(tensor)) for tensor in tensors)
         raise RuntimeError(f"{MIXED_DTYPES}, got {found}")

@@ -24,25 +24,13 @@ from ..stages.schedule import Schedule
 from ..stages.template import calls_of
 from ..stages.work import bytes_of, flops_of
 from ..state.outline import columns
+from ..tensors.op_table import row_of
 
 __all__ = ["COPIES", "WHAT_COPIES_ARE", "CostAnalysis", "KindOfCall", "cost_analysis", "peak_flops"]
 
 COPIES = "(copies)"
 WHAT_COPIES_ARE = f"{COPIES} of inputs in, of new values into the state, of metrics out"
 _ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
-# Kinds of calls, with the names or name prefixes of their ops; the first match wins.
-_KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("convolution", ("convolution", "_slow_conv")),
-    ("matmul", ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "_scaled_mm", "_int_mm")),
-    ("optimizer", ("_fused_ada", "_fused_sgd")),
-    ("normalization", ("native_layer_norm", "native_batch_norm", "native_group_norm", "cudnn_batch_norm")),
-    ("softmax", ("_softmax", "_log_softmax", "nll_loss", "logsumexp", "logcumsumexp")),
-    ("indexing", ("embedding", "gather", "index", "scatter", "take", "slice_scatter", "_unsafe_index")),
-    ("fill", ("zeros", "ones", "full", "empty", "new_", "arange", "scalar_tensor", "fill", "zero_", "eye")),
-    ("copy", ("clone", "copy", "_to_copy", "cat", "stack", "_foreach_copy", "constant_pad", "repeat")),
-    ("random", ("random_bits", "bernoulli", "rand", "normal")),
-)  # fmt: skip
-_WHOLE_NAMES = ("matmul",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,9 +256,9 @@ def kind_of(instr: Instr) -> str:
         return "collective"
     if any(part in name for part in _ATTENTION):
         return "attention"
-    for kind, beginnings in _KINDS:
-        if name in beginnings or (kind not in _WHOLE_NAMES and name.startswith(beginnings)):
-            return kind
+    kind = row_of(instr.op).kind
+    if kind is not None:
+        return kind
     if torch.Tag.pointwise in instr.op.tags or name.startswith("_foreach_") or name.endswith("_backward"):
         return "elementwise"
     if torch.Tag.reduction in instr.op.tags:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...tensors.op_table import row_of
 from .logits import writes
 
 __all__ = ["batch_gradients"]
 
 _aten = torch.ops.aten
 _MM, _SUM, _T = _aten.mm.default, _aten.sum.dim_IntList, _aten.t.default
-_PRODUCTS = frozenset({_MM, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})
 _SMALL = 2**19  # bytes of a factor: copying a larger one takes longer than the launches saved
 
 
@@ -45,9 +45,13 @@ def batch_gradients(graph: fx.Graph) -> None:
 def _needed_by_products(graph: fx.Graph) -> set[fx.Node]:
     needed: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if any(user in needed or user.target in _PRODUCTS for user in node.users):
+        if any(user in needed or _is_product(user) for user in node.users):
             needed.add(node)
     return needed
+
+
+def _is_product(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and row_of(node.target).library
 
 
 def _batch(graph: fx.Graph, group: Sequence[fx.Node], needed: set[fx.Node]) -> None:

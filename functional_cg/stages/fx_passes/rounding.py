@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from ...tensors.aten import returns_view
+from ...tensors.op_table import row_of
 from .old_values import KEPT, LATER
 
 __all__ = ["HALF", "ROUNDED", "keep_roundings"]
@@ -39,17 +40,6 @@ _EXACT = frozenset(
         LATER,
     }
 )
-# Library kernels compute these, into memory; a rounding would hide them from the compiler's patterns.
-_PRODUCTS = frozenset(
-    {
-        _aten.addmm.default,
-        _aten.baddbmm.default,
-        _aten.bmm.default,
-        _aten.convolution.default,
-        _aten.mm.default,
-    }
-)
-
 _COMPARISONS = frozenset(
     {_aten.eq.Scalar, _aten.ne.Scalar, _aten.lt.Scalar, _aten.le.Scalar, _aten.gt.Scalar, _aten.ge.Scalar}
 )
@@ -80,7 +70,7 @@ def keep_roundings(graph: fx.Graph) -> bool:
             continue
         if node.target is _CAST:
             node.target = ROUNDED  # of two casts in a row, the compiler drops the first
-        elif not node.meta.get("result") or node.target in _EXACT | _PRODUCTS or _is_view(node):
+        elif not node.meta.get("result") or node.target in _EXACT or _is_stored(node):
             continue
         else:
             with graph.inserting_after(node):
@@ -131,5 +121,7 @@ def _is_half(node: fx.Node) -> bool:
     return isinstance(value, Tensor) and value.dtype in HALF
 
 
-def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and returns_view(node.target)
+def _is_stored(node: fx.Node) -> bool:
+    """Whether a value is in memory: a view, or what a library's kernel computes; a rounding would hide its call."""
+    op = node.target
+    return isinstance(op, torch._ops.OpOverload) and (returns_view(op) or row_of(op).library)

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from ...tensors.op_table import row_of
 from ..lifetimes import storage_bytes
 from ..program import Instr, Program, Var, written_storages
 from .normalized import normalized
@@ -35,28 +36,6 @@ __all__ = ["Choice", "Forward", "is_cheap", "is_fused", "recomputed", "stored"]
 _LONG = 64  # calls in a chain of recomputed values
 _NEAR = 25 * 2**20  # bytes of which the next call finds most in the cache of a GPU: half of the L2 of an H100
 _CAST = torch.ops.aten._to_copy.default
-# Elementwise ops that torch does not tag as such, and those that make a value of nothing.
-_UNTAGGED = frozenset(
-    {
-        "_prelu_kernel", "arange", "eye", "floor_divide", "full", "hardswish", "leaky_relu", "masked_fill", "ones",
-        "tril", "triu", "where", "zeros",
-    }
-)  # fmt: skip
-_PASSES = frozenset(
-    {
-        "_prelu_kernel_backward", "binary_cross_entropy", "binary_cross_entropy_backward",
-        "binary_cross_entropy_with_logits", "elu_backward", "glu", "glu_backward", "hardshrink_backward",
-        "hardsigmoid_backward", "hardswish_backward", "hardtanh_backward", "huber_loss", "huber_loss_backward",
-        "leaky_relu_backward", "log_sigmoid_backward", "log_sigmoid_forward", "mish_backward", "mse_loss",
-        "mse_loss_backward", "rrelu_with_noise_backward", "smooth_l1_loss", "smooth_l1_loss_backward",
-        "soft_margin_loss", "soft_margin_loss_backward", "softplus_backward", "softshrink_backward",
-        "_fused_rms_norm", "_log_softmax", "_native_batch_norm_legit", "_softmax", "_unsafe_view", "cudnn_batch_norm",
-        "_fused_rms_norm_backward", "_softmax_backward_data", "_log_softmax_backward_data", "cudnn_batch_norm_backward",
-        "native_batch_norm", "native_batch_norm_backward", "native_group_norm", "native_group_norm_backward",
-        "native_layer_norm", "native_layer_norm_backward", "avg_pool2d_backward", "max_pool2d_with_indices_backward",
-        "upsample_nearest2d_backward",
-    }
-)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -275,7 +254,7 @@ def is_cheap(instr: Instr) -> bool:
     """Whether a call makes a single pass over its arguments."""
     return not instr.is_view and (
         instr.by_element
-        or instr.name in _UNTAGGED
+        or row_of(instr.op).untagged
         or instr.op is _CAST
         or instr.op is torch.ops.fcg.normalized.default
     )
@@ -283,7 +262,9 @@ def is_cheap(instr: Instr) -> bool:
 
 def is_fused(instr: Instr) -> bool:
     """Whether a compiler fuses a call with its neighbours."""
-    return instr.is_view or is_cheap(instr) or torch.Tag.reduction in instr.op.tags or instr.name in _PASSES
+    return (
+        instr.is_view or is_cheap(instr) or torch.Tag.reduction in instr.op.tags or row_of(instr.op).one_pass
+    )
 
 
 def _by_views(forward: Forward, var: Var) -> bool:

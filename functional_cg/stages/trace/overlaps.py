@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from ...tensors.aten import full_name, tensors_in
+from ...tensors.op_table import row_of
 from ...tensors.overlap import crosses, share_bytes, storage_key
-from ..kinds import PRODUCTS
 
 __all__ = ["reads_what_it_writes"]
 
@@ -37,7 +37,7 @@ def reads_what_it_writes(
         return False
     if name.startswith(_OF_LISTS):
         return _one_by_one(args)
-    if name.removesuffix("_") in PRODUCTS:  # each element is read for a whole row
+    if row_of(func).product:  # each element is read for a whole row
         read = list(tensors_in([*args, *(one for key, one in kwargs.items() if key != "out")]))
         of_itself = "out" not in kwargs  # it adds to its first argument
         return any(_share(one, other) for one in written for other in read[of_itself:])

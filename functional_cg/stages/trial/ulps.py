@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...tensors.op_table import row_of
 from ...tensors.ulps import AWAY_FROM_ZERO, DOWN, MOVABLE, TO_ZERO, UP, move
 from ..program import Instr, Var
 
@@ -35,24 +36,7 @@ Bounds = tuple[Tensor, Tensor]  # the least and the greatest number, without dim
 
 _WIDE = MappingProxyType({torch.bfloat16: torch.float32, torch.float16: torch.float32})
 _MOST_NARROW = 8  # ulps of a 16-bit dtype: more would change the number too much
-# Ops that only move or select numbers do not round.
-_MOVES = frozenset(
-    """clone copy copy_ cat stack where index index_select gather embedding constant_pad_nd repeat flip roll sort
-    slice_scatter select_scatter diagonal_scatter as_strided_scatter scatter masked_fill tril triu relu neg abs
-    maximum minimum amax amin zeros ones full empty arange zeros_like ones_like full_like empty_like ravel
-    new_zeros new_full new_empty _conj lift_fresh_copy max_pool2d_with_indices""".split()
-)
-_DECIDES = frozenset(
-    """lt le gt ge eq ne argmax argmin topk sort floor ceil round trunc sign frac fmod remainder floor_divide
-    bucketize searchsorted max min argsort isnan isinf isfinite logical_not logical_and logical_or nonzero""".split()
-)
-# Sums that may cancel within a call: what is left is how its arguments round.
-_CANCELS = frozenset(
-    """native_batch_norm_backward cudnn_batch_norm_backward batch_norm_backward native_layer_norm_backward
-    native_group_norm_backward _softmax_backward_data _log_softmax_backward_data""".split()
-)
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "linear", "matmul")
 _TF32 = 2.0**-11  # relative rounding of its factors
 _IN_A_ROW = 16  # terms that are summed in a fixed order: in a vector unit, in a tile of a product
 
@@ -77,7 +61,7 @@ class Shaker:
 
     def arguments(self, instr: Instr, values: dict[Var, Tensor]) -> dict[Var, Tensor]:
         """Return perturbed arguments that replace some of a call's own."""
-        most = self.decisions if _decides(instr) else self.most if instr.name in _CANCELS else 0
+        most = self.decisions if _decides(instr) else self.most if row_of(instr.op).cancels else 0
         if not most:
             return {}
         moved = {}
@@ -103,7 +87,7 @@ class Shaker:
         """Perturb the results of a call, in place."""
         # An op reads what it writes, unless that is its `out`.
         written = instr.writes if instr.op._overloadname.endswith("out") else ()
-        if len(written) < len(instr.writes) or instr.name in _MOVES or instr.is_view:
+        if len(written) < len(instr.writes) or row_of(instr.op).moves or instr.is_view:
             return
         taken = {var.storage for var in instr.inputs()} - {var.storage for var in written}
         for var, tensor in made:
@@ -165,12 +149,12 @@ def within(value: Tensor, bounds: Bounds | None) -> Tensor:
 
 def copies_arguments(instr: Instr) -> bool:
     """Whether a shaker may perturb arguments of a call, and so copies them."""
-    return _decides(instr) or instr.name in _CANCELS
+    return _decides(instr) or row_of(instr.op).cancels
 
 
 def _decides(instr: Instr) -> bool:
     """Whether a call maps many values to few: a comparison, a rounding, a sort."""
-    return instr.name in _DECIDES or _narrows(instr)
+    return row_of(instr.op).decides or _narrows(instr)
 
 
 def _narrows(instr: Instr) -> bool:
@@ -182,7 +166,7 @@ def _spread(instr: Instr, result: Tensor) -> float:
     """Return how far sums of the same terms in another order differ, relative to their root mean square."""
     if not isinstance(instr.out, Var) and any(isinstance(out, (list, tuple)) for out in instr.out):
         return 0.0  # one of the grouped ops, which are elementwise
-    product = instr.name in _PRODUCTS
+    product = row_of(instr.op).product
     terms = _terms(instr, result, product=product)
     precise = torch.finfo(
         torch.float64 if result.dtype in (torch.float64, torch.complex128) else torch.float32

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ...tensors.op_table import row_of
 from ...tensors.ulps import MOVABLE
 from ..program import Instr, Program, Var
 from ..template import Template
@@ -23,31 +24,6 @@ from .ulps import INTEGERS
 
 __all__ = ["Unchecked", "moved_checks"]
 
-# Prefixes of ops that check numbers of any dtype (probabilities, a nonnegative scale, a matrix to be decomposed), or
-# that read where these say: a sample of an image at NaN ends the process on a host, as may what a mask lets through.
-_STRICT = (
-    "multinomial",
-    "bernoulli",
-    "binomial",
-    "poisson",
-    "normal",
-    "binary_cross_entropy",
-    "fractional_max_pool",
-    "grid_sampler",
-    "_unsafe_masked_index",
-    "linalg_eig",
-    "_linalg_",
-    "_assert_async",
-)
-_DIVISIONS = ("div", "floor_divide", "remainder", "fmod")
-# Calls that accept any integers although they are not elementwise; for attention, they are keys and bits of a mask.
-_CASTS = frozenset({"_to_copy", "copy_"})
-_LENIENT = _CASTS | frozenset(
-    "cat stack sum cumsum amax amin any all max min repeat sort"
-    " scaled_dot_product_dropout_attention scaled_dot_product_dropout_attention_backward".split()
-)
-# Calls whose whole numbers are as large as the values say.
-_COUNTS = frozenset("sum nansum cumsum prod cumprod count_nonzero bincount bucketize searchsorted".split())
 _OURS = frozenset({"aten", "prims", "fcg", "_c10d_functional", "c10d_functional"})
 
 
@@ -142,7 +118,7 @@ class _Call:
             return cls._of_template(instr)
         read = {var.storage for var in instr.inputs()}
         ranged = (*instr.writes, *(var for var in instr.outputs() if not _is_position(instr, var)))
-        of = ((), read) if instr.name in _COUNTS else (read, ())
+        of = ((), read) if row_of(instr.op).counts else (read, ())
         return cls(
             dict.fromkeys((var.storage for var in (*instr.writes, *instr.outputs())), read),
             dict.fromkeys((var.storage for var in ranged), of),
@@ -212,10 +188,12 @@ def _is_position(instr: Instr, var: Var) -> bool:
     """
     if var.spec.dtype is torch.bool:
         return True
+    row = row_of(instr.op)
     if (
         var.spec.dtype not in INTEGERS
         or instr.by_element
-        or instr.name in _CASTS | _COUNTS
+        or row.casts
+        or row.counts
         or instr.name.endswith("_ex")
     ):
         return False
@@ -224,12 +202,12 @@ def _is_position(instr: Instr, var: Var) -> bool:
 
 def _asserted_by(instr: Instr) -> Iterator[Var]:
     """Yield the arguments that a call may refuse because of their values; a custom op may check anything."""
-    if instr.op.namespace not in _OURS or instr.name.startswith(_STRICT):
+    if instr.op.namespace not in _OURS or row_of(instr.op).checks:
         yield from instr.inputs()
 
 
 def _in_range_for(instr: Instr) -> Iterator[Var]:
     """Yield the arguments that have to be in range for a call."""
-    name = instr.name
-    if name.startswith(_DIVISIONS) or not (instr.by_element or name in _LENIENT or instr.is_view):
+    row = row_of(instr.op)
+    if row.divides or not (instr.by_element or row.lenient or row.casts or instr.is_view):
         yield from (var for var in instr.inputs() if var.spec.dtype in INTEGERS)

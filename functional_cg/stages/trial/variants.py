@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...tensors.op_table import row_of
 from ..program import Instr, Program, Var
 
 __all__ = ["KINDS", "OVERFLOW", "Finite", "overflows", "vary"]
@@ -22,11 +23,6 @@ OVERFLOW = "overflow"
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _STILL = frozenset({torch.uint16, torch.uint32, torch.uint64})  # which GPUs do not add
-# Calls that round once: where another one overflows in half precision, that is for its kernel to decide.
-_aten = torch.ops.aten
-_ROUND_ONCE = frozenset(
-    {_aten._to_copy, _aten.add, _aten.sub, _aten.mul, _aten.div, _aten.sum, _aten.mm, _aten.bmm, _aten.addmm}
-)
 _SMALL = 0.01  # the size of numbers in place of zeros
 _COUNT = 1000  # steps that counters are ahead
 _HUGE = 2.0**17  # the largest number of float16 is 65,504
@@ -90,7 +86,9 @@ class Finite:
 
     def __call__(self, instr: Instr, made: Sequence[tuple[Var, Tensor]]) -> None:
         read, wide = [self._flag_of[var] for var in instr.inputs() if var in self._flag_of], []
-        once = getattr(instr.op, "overloadpacket", None) in _ROUND_ONCE
+        once = row_of(
+            instr.op
+        ).once  # where another one overflows in half precision, that is for its kernel to decide
         for var, tensor in made:
             if tensor.itemsize > 1 and (tensor.is_floating_point() or tensor.is_complex()):
                 self._flag_of[var] = len(self._flags)

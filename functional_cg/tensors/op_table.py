@@ -1,0 +1,156 @@
+"""The op table: what ops do, where neither their schemas nor their tags say it.
+
+A row names ops, the kind under which costs list them (``-`` for none of its own), and what holds of them:
+
+====================  =====================================================================================
+``product``           Sums products of elements of two arguments, which have one dtype.
+``library``           A library's kernel computes it, under a compiler, too, and rounds what it stores.
+``once``              Rounds once, so that where it overflows does not depend on the kernel.
+``moves``             Returns numbers of its arguments, or their negatives, or constants: it does not round.
+``decides``           Maps many values to few: a comparison, a rounding, a sort.
+``cancels``           Sums that may cancel within the call: what is left is how its arguments round.
+``casts``             Changes the dtype, or the place, and no value.
+``counts``            Its whole numbers are as large as its arguments say.
+``lenient``           Accepts any integers, although it is not elementwise.
+``divides``           A division, which a host does not do by an integer zero.
+``checks``            Checks numbers of any dtype, or reads memory where they say.
+``untagged``          Elementwise, though torch does not tag it so, or makes a value of nothing.
+``one_pass``          A kernel computes it in one pass over its arguments, or two.
+====================  =====================================================================================
+
+A name that ends with ``*`` stands for all that begin like it, and an op in place has the rows of the one out of place.
+An op has what all of its rows say, and the kind of the longest name. What has no row has none of this.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any
+
+__all__ = ["OpRow", "row_of"]
+
+_TABLE = """
+mm addmm bmm                                matmul         product library once
+baddbmm                                     matmul         product library
+addbmm mv addmv dot                         matmul         product
+linear matmul                               -              product
+_scaled_mm _int_mm                          matmul
+convolution                                 convolution    product library
+convolution_backward                        convolution    product
+convolution* _slow_conv*                    convolution
+_fused_ada* _fused_sgd*                     optimizer
+
+add sub mul sum                             -              once
+div                                         -              once
+div* floor_divide* remainder* fmod*         -              divides
+floor_divide                                -              decides untagged
+remainder fmod                              -              decides
+
+native_layer_norm* native_batch_norm* native_group_norm* cudnn_batch_norm*    normalization    one_pass
+native_batch_norm_backward cudnn_batch_norm_backward batch_norm_backward      -                cancels
+native_layer_norm_backward native_group_norm_backward                         -                cancels
+_native_batch_norm_legit _fused_rms_norm _fused_rms_norm_backward             -                one_pass
+
+_softmax* _log_softmax* nll_loss* logsumexp* logcumsumexp*    softmax
+_softmax _log_softmax                       -              one_pass
+_softmax_backward_data _log_softmax_backward_data    -     one_pass cancels
+
+embedding* gather* index* scatter* take* slice_scatter* _unsafe_index*    indexing
+embedding gather index index_select scatter slice_scatter                 -    moves
+select_scatter diagonal_scatter as_strided_scatter                        -    moves
+
+zeros* ones* full* empty* new_* arange* scalar_tensor* fill* zero eye*    fill
+zeros ones full arange                      -              moves untagged
+eye                                         -              untagged
+empty zeros_like ones_like full_like empty_like new_zeros new_full new_empty    -    moves
+
+clone* copy* _to_copy* cat* stack* _foreach_copy* constant_pad* repeat*    copy
+clone flip roll ravel _conj constant_pad_nd lift_fresh_copy    -    moves
+copy                                        -              moves casts
+_to_copy                                    -              casts once
+cat stack repeat                            -              moves lenient
+where masked_fill tril triu                 -              moves untagged
+relu neg abs maximum minimum max_pool2d_with_indices    -  moves
+amax amin                                   -              moves lenient
+
+lt le gt ge eq ne argmax argmin topk argsort nonzero       -    decides
+floor ceil round trunc sign frac isnan isinf isfinite      -    decides
+logical_not logical_and logical_or                         -    decides
+max min                                     -              decides lenient
+sort                                        -              decides moves lenient
+bucketize searchsorted                      -              decides counts
+sum cumsum                                  -              counts lenient
+nansum prod cumprod count_nonzero bincount  -              counts
+any all                                     -              lenient
+scaled_dot_product_dropout_attention scaled_dot_product_dropout_attention_backward    -    lenient
+
+random_bits* rand*                          random
+bernoulli* normal*                          random         checks
+multinomial* binomial* poisson* binary_cross_entropy* fractional_max_pool* grid_sampler*    -    checks
+_unsafe_masked_index* linalg_eig* _linalg_* _assert_async*                                  -    checks
+
+_prelu_kernel hardswish leaky_relu          -              untagged
+_prelu_kernel_backward elu_backward glu glu_backward hardshrink_backward hardsigmoid_backward    -    one_pass
+hardswish_backward hardtanh_backward leaky_relu_backward log_sigmoid_forward mish_backward       -    one_pass
+log_sigmoid_backward rrelu_with_noise_backward softplus_backward softshrink_backward             -    one_pass
+binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits              -    one_pass
+huber_loss huber_loss_backward mse_loss mse_loss_backward soft_margin_loss                       -    one_pass
+smooth_l1_loss smooth_l1_loss_backward soft_margin_loss_backward                                 -    one_pass
+avg_pool2d_backward max_pool2d_with_indices_backward upsample_nearest2d_backward _unsafe_view    -    one_pass
+"""
+_OURS = ("aten", "prims", "fcg")
+
+
+@dataclass(frozen=True, slots=True)
+class OpRow:
+    """What holds of an op; the columns of the table above. ``kind`` is None for an op without a kind of its own."""
+
+    kind: str | None = None
+    product: bool = False
+    library: bool = False
+    once: bool = False
+    moves: bool = False
+    decides: bool = False
+    cancels: bool = False
+    casts: bool = False
+    counts: bool = False
+    lenient: bool = False
+    divides: bool = False
+    checks: bool = False
+    untagged: bool = False
+    one_pass: bool = False
+
+
+def row_of(op: Any) -> OpRow:
+    """Return the row of an op.
+
+    Example:
+      >>> import torch
+      >>> from functional_cg.tensors.op_table import row_of
+      >>> row_of(torch.ops.aten.addmm_.default).product
+      True
+    """
+    return _row(op._schema.name)
+
+
+@cache
+def _row(full_name: str) -> OpRow:
+    space, _, name = full_name.partition("::")
+    if space not in _OURS:
+        return OpRow()
+    name = name.rstrip("_")
+    rows = [row for row in _rows() if fnmatchcase(name, row[0])]
+    kinds = [(len(pattern), kind) for pattern, kind, _ in rows if kind != "-"]
+    return OpRow(max(kinds)[1] if kinds else None, **{word: True for _, _, words in rows for word in words})
+
+
+@cache
+def _rows() -> tuple[tuple[str, str, list[str]], ...]:
+    """Return (name or beginning of names, kind, words) of each name of the table."""
+    lines = [re.split(r"\s{2,}", line) for line in _TABLE.splitlines() if line]
+    return tuple(
+        (name, kind, " ".join(words).split()) for names, kind, *words in lines for name in names.split()
+    )
