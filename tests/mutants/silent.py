@@ -573,4 +573,36 @@ SILENT = (
         ("tests/test_unchecked.py::test_what_a_call_checks_is_perturbed_within_its_bounds[4e-07-direct]",),
         no_gpu="an assertion that fails there ends the run",
     ),
+    Mutant(
+        "N234",
+        "a loss of differences overflows later than its kernel",
+        (("each(_rounded(x - target).abs(), kept,", "each((x - target).abs(), kept,"),),
+        (
+            "tests/test_half_precision.py::test_numbers_and_dtypes_are_those_of_torchs_kernels[cpu-of_differences]",
+        ),
+        gpu=(
+            "tests/test_half_precision.py::test_numbers_and_dtypes_are_those_of_torchs_kernels[cuda-of_differences]",
+        ),
+    ),
+    Mutant(
+        "N235",
+        "strides that a compiled function asserts are no reason to refuse a step",
+        (
+            (
+                "        except AssertionError as error:\n            raise _gave_up",
+                "        except LookupError as error:\n            raise _gave_up",
+            ),
+        ),
+        (
+            "tests/test_stages.py::test_a_compiled_step_finds_out_that_an_op_returns_other_strides_than_it_says",
+        ),
+        no_gpu="the ops that torch's trace is known to be wrong about have kernels for a host",
+    ),
+    Mutant(
+        "N236",
+        "torch's cache finds loops that were written for vectors of another CPU",
+        (("_for_this_cpu() if on_host else contextlib.nullcontext():", "contextlib.nullcontext():"),),
+        ("tests/test_compiler.py::test_a_step_is_found_again_unless_our_functions_or_the_cpu_changed",),
+        no_gpu="its kernels are found by the GPU's name",
+    ),
 )
