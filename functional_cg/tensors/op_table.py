@@ -12,6 +12,7 @@ A row names ops, the kind under which costs list them (``-`` for none of its own
 ``casts``             Changes the dtype, or the place, and no value.
 ``counts``            Its whole numbers are as large as its arguments say.
 ``lenient``           Accepts any integers, although it is not elementwise.
+``approximated``      Kernels are a few ulps of 1 apart, however small the result: they have formulas of their own.
 ``divides``           A division, which a host does not do by an integer zero.
 ``checks``            Checks numbers of any dtype, or reads memory where they say.
 ``untagged``          Elementwise, though torch does not tag it so, or makes a value of nothing.
@@ -85,6 +86,7 @@ bucketize searchsorted                      -              decides counts
 sum cumsum                                  -              counts lenient
 nansum prod cumprod count_nonzero bincount  -              counts
 any all                                     -              lenient
+erf                                         -              approximated
 scaled_dot_product_dropout_attention scaled_dot_product_dropout_attention_backward    -    lenient
 
 random_bits* rand*                          random
@@ -118,6 +120,7 @@ class OpRow:
     casts: bool = False
     counts: bool = False
     lenient: bool = False
+    approximated: bool = False
     divides: bool = False
     checks: bool = False
     untagged: bool = False
