@@ -37,7 +37,7 @@ from functional_cg.state.arena import BufferSpec
 from functional_cg.testing import assert_trees_all_equal
 from functional_cg.testing import strategies as fst
 from tests.as_graphs import AsGraphs
-from tests.compiled_graphs import ON_A_GPU, compiled, compiled_once, lower_as_on_a_gpu
+from tests.compiled_graphs import ON_A_GPU, compiled_once, lower_as_on_a_gpu
 from tests.other_rounding import STEPS, compile_wide
 from tests.shares import few
 
@@ -761,22 +761,6 @@ def test_what_an_op_writes_as_a_whole_is_a_result_and_what_it_adds_to_is_none() 
         made = [(called[name].writes[0], value.clone())]
         Shaker().results(called[name], made)
         assert torch.equal(made[0][1], value) is not moves, name
-
-
-@compiled
-def test_two_formulas_for_a_function_are_no_miscompilation(compiled_on: str) -> None:
-    """Those of `erf` are some ulps of 1 apart, and so in small numbers many of their own."""
-
-    def train_step(state: Any, x: Tensor) -> Any:
-        return {"w": state["w"] + 1}, [torch.erf(x * size) for size in (1e-4, 1e-2, 1.0)]
-
-    step = fcg.graph_step(train_step, lowering="inductor")
-    state = fcg.place({"w": torch.zeros((), device=compiled_on)})
-    for call in range(2):
-        x = torch.randn(64, generator=torch.Generator().manual_seed(call)).to(compiled_on)
-        expected = step.eager(fcg.fork(state), x)[1]
-        state, found = step(state, x)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("device", HERE)

@@ -9,10 +9,9 @@ A row names ops, the kind under which costs list them (``-`` for none of its own
 ``moves``             Returns numbers of its arguments, or their negatives, or constants: it does not round.
 ``decides``           Maps many values to few: a comparison, a rounding, a sort.
 ``cancels``           Sums that may cancel within the call: what is left is how its arguments round.
-``casts``             Changes the dtype, or the place, and no value.
+``casts``             Changes the dtype or the place, and keeps integers as they are.
 ``counts``            Its whole numbers are as large as its arguments say.
 ``lenient``           Accepts any integers, although it is not elementwise.
-``approximated``      Kernels are a few ulps of 1 apart, however small the result: they have formulas of their own.
 ``divides``           A division, which a host does not do by an integer zero.
 ``checks``            Checks numbers of any dtype, or reads memory where they say.
 ``untagged``          Elementwise, though torch does not tag it so, or makes a value of nothing.
@@ -74,6 +73,7 @@ copy                                        -              moves casts
 _to_copy                                    -              casts once
 cat stack repeat                            -              moves lenient
 where masked_fill tril triu                 -              moves untagged
+clamp clamp_min clamp_max hardtanh nan_to_num conj_physical    -    moves
 relu neg abs maximum minimum max_pool2d_with_indices    -  moves
 amax amin                                   -              moves lenient
 
@@ -86,7 +86,6 @@ bucketize searchsorted                      -              decides counts
 sum cumsum                                  -              counts lenient
 nansum prod cumprod count_nonzero bincount  -              counts
 any all                                     -              lenient
-erf                                         -              approximated
 scaled_dot_product_dropout_attention scaled_dot_product_dropout_attention_backward    -    lenient
 
 random_bits* rand*                          random
@@ -120,7 +119,6 @@ class OpRow:
     casts: bool = False
     counts: bool = False
     lenient: bool = False
-    approximated: bool = False
     divides: bool = False
     checks: bool = False
     untagged: bool = False

@@ -131,7 +131,7 @@ def compile_graph(
 
 
 def _for_this_cpu() -> contextlib.AbstractContextManager[None]:
-    """Let torch's cache of compiled graphs tell processors apart.
+    """Let torch's cache of compiled graphs tell apart the vector instructions of processors.
 
     Else it finds loops that were written for vectors of another one, or for another `ATEN_CPU_CAPABILITY`, and compiles
     them for this one.
@@ -139,8 +139,10 @@ def _for_this_cpu() -> contextlib.AbstractContextManager[None]:
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     config: Any = torch.compiler.config
+    isa = pick_vec_isa()
+    macros = isa.build_macro() if isa else []  # on ARM, all have one name
     patched: contextlib.AbstractContextManager[None] = config.patch(
-        cache_key_tag=f"{config.cache_key_tag} {pick_vec_isa()}"
+        cache_key_tag=" ".join([config.cache_key_tag, str(isa), *macros])
     )
     return patched
 

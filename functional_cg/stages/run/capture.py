@@ -344,9 +344,12 @@ def _let_draw(stream: torch.cuda.Stream) -> None:
 
 def _let_solve(error: BaseException, device: torch.device) -> None:
     """Take a failed capture's error out of cuSOLVER, whose next call in this thread would raise it once more."""
-    if any("cusolver" in words_of(one) for one in (error, error.__context__) if one is not None):
+    before: BaseException | None = error
+    while before is not None and "cusolver" not in words_of(before):
+        before = before.__context__
+    if before is not None:
         with contextlib.suppress(RuntimeError):
-            torch.linalg.eigvalsh(torch.ones(1, 1, device=device))
+            torch.linalg.eigvalsh(torch.ones(1, 1, device=device, dtype=torch.float32))
 
 
 def _free_workspaces() -> None:

@@ -16,9 +16,8 @@ from ...state.arena import BufferSpec
 __all__ = ["Distances", "between", "rounded"]
 
 _CHUNK = 2**20  # elements to measure at a time
-_ROW = (
-    2**8
-)  # elements that a first reduction takes together: all of a GPU reduces, whatever tensor an element is of
+# Elements that a first reduction takes together: all of a GPU reduces, whatever tensor they are of.
+_ROW = 2**8
 _FLOOR = 2.0  # ulps
 _norms = torch.ops.aten._foreach_norm.Scalar
 

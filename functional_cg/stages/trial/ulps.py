@@ -38,7 +38,6 @@ _WIDE = MappingProxyType({torch.bfloat16: torch.float32, torch.float16: torch.fl
 _MOST_NARROW = 8  # ulps of a 16-bit dtype: more would change the number too much
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 _TF32 = 2.0**-11  # relative rounding of its factors
-_APPROXIMATED = 4.0  # ulps of 1 between two formulas for a function
 _IN_A_ROW = 16  # terms that are summed in a fixed order: in a vector unit, in a tile of a product
 
 
@@ -86,19 +85,19 @@ class Shaker:
 
     def results(self, instr: Instr, made: list[tuple[Var, Tensor]]) -> None:
         """Perturb the results of a call, in place."""
-        # What adds to a few elements leaves the others as they were.
-        everywhere = not instr.writes or instr.by_element or instr.op._overloadname.endswith("out")
-        if not everywhere or row_of(instr.op).moves or instr.is_view:
+        if row_of(instr.op).moves or instr.is_view:
             return
-        taken = {var.storage for var in instr.inputs()} - {var.storage for var in instr.writes}
+        taken = {var.storage for var in instr.inputs()}
+        # Other calls, such as index_add_, write only some elements.
+        if instr.by_element or instr.op._overloadname.endswith("out"):
+            taken -= {var.storage for var in instr.writes}
         for var, tensor in made:
             if var.storage not in taken:
                 most = min(self.most, _MOST_NARROW) if tensor.dtype in _WIDE else self.most
-                approximated = row_of(instr.op).approximated
-                self.move(tensor, most, _spread(instr, tensor) * most, of_one=approximated)
+                self.move(tensor, most, _spread(instr, tensor) * most)
 
-    def move(self, tensor: Tensor, most: int, spread: float, *, of_one: bool = False) -> None:
-        """Perturb a tensor that shares no memory; ``spread`` is relative to its root mean square, or to 1."""
+    def move(self, tensor: Tensor, most: int, spread: float) -> None:
+        """Perturb a tensor that shares no memory; ``spread`` is relative to its root mean square."""
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
         if tensor.dtype not in MOVABLE or not tensor.numel():
@@ -108,8 +107,7 @@ class Shaker:
             return
         direction = self.dice.choice((UP, DOWN, AWAY_FROM_ZERO, TO_ZERO)) if self.leans else 0
         seed, scale = self.dice.getrandbits(31), spread / math.sqrt(tensor.numel())
-        of = torch.ones_like(flat) if of_one else flat
-        root = torch.linalg.vector_norm(of, dtype=_WIDE.get(flat.dtype)) if spread else None
+        root = torch.linalg.vector_norm(flat, dtype=_WIDE.get(flat.dtype)) if spread else None
         move(flat, most, root, scale, seed, direction)
 
 
@@ -174,8 +172,6 @@ def _spread(instr: Instr, result: Tensor) -> float:
     precise = torch.finfo(
         torch.float64 if result.dtype in (torch.float64, torch.complex128) else torch.float32
     )
-    if row_of(instr.op).approximated:
-        return _APPROXIMATED * precise.eps
     spread = precise.eps * math.sqrt(terms / _IN_A_ROW) if terms > _IN_A_ROW else 0.0
     return spread + (_TF32 if product and _in_tf32(instr.name, result) else 0.0)
 

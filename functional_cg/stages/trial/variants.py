@@ -86,9 +86,8 @@ class Finite:
 
     def __call__(self, instr: Instr, made: Sequence[tuple[Var, Tensor]]) -> None:
         read, wide = [self._flag_of[var] for var in instr.inputs() if var in self._flag_of], []
-        once = row_of(
-            instr.op
-        ).once  # where another one overflows in half precision, that is for its kernel to decide
+        # Where another call overflows in half precision, that is for its kernel to decide.
+        once = row_of(instr.op).once
         for var, tensor in made:
             if tensor.itemsize > 1 and (tensor.is_floating_point() or tensor.is_complex()):
                 self._flag_of[var] = len(self._flags)
