@@ -20,7 +20,8 @@ os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
 # Otherwise each process that compiles a step for a CPU first builds and loads a program for each instruction set
 # that the processor says it has: a second, and eight where nothing is built yet.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-# Torch finds loops with vectors again where this asks for others; our steps do not, but some tests call its compiler.
+# Torch's cache of compiled graphs ignores `ATEN_CPU_CAPABILITY`. Our steps add it to the key; tests that call torch's
+# compiler themselves do not.
 os.environ.setdefault("TORCH_COMPILE_CACHE_KEY_TAG", os.environ.get("ATEN_CPU_CAPABILITY", ""))
 # Where jax is installed (the bench compares with it), one worker would take three quarters of the GPU's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

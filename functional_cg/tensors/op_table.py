@@ -4,7 +4,7 @@ A row names ops, the kind under which costs list them (``-`` for none of its own
 
 ====================  =====================================================================================
 ``product``           Sums products of elements of two arguments, which have one dtype.
-``library``           A library's kernel computes it, under a compiler, too, and rounds what it stores.
+``library``           Products that a library's kernel computes, under a compiler, too, and rounds as it stores them.
 ``once``              Rounds once, so that where it overflows does not depend on the kernel.
 ``moves``             Returns numbers of its arguments, or their negatives, or constants: it does not round.
 ``decides``           Maps many values to few: a comparison, a rounding, a sort.
@@ -36,10 +36,10 @@ _TABLE = """
 mm addmm bmm                                matmul         product library once
 baddbmm                                     matmul         product library
 addbmm mv addmv dot                         matmul         product
-linear matmul                               -              product
+linear matmul                               -              library
 _scaled_mm _int_mm                          matmul
 convolution                                 convolution    product library
-convolution_backward                        convolution    product
+convolution_backward                        convolution    library
 convolution* _slow_conv*                    convolution
 _fused_ada* _fused_sgd*                     optimizer
 
@@ -126,7 +126,7 @@ class OpRow:
 
 
 def row_of(op: Any) -> OpRow:
-    """Return the row of an op.
+    """Return the row of an op; an empty one for other functions.
 
     Example:
       >>> import torch
@@ -134,7 +134,8 @@ def row_of(op: Any) -> OpRow:
       >>> row_of(torch.ops.aten.addmm_.default).product
       True
     """
-    return _row(op._schema.name)
+    schema = getattr(op, "_schema", None)
+    return OpRow() if schema is None else _row(schema.name)
 
 
 @cache

@@ -45,13 +45,9 @@ def batch_gradients(graph: fx.Graph) -> None:
 def _needed_by_products(graph: fx.Graph) -> set[fx.Node]:
     needed: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if any(user in needed or _is_product(user) for user in node.users):
+        if any(user in needed or row_of(user.target).library for user in node.users):
             needed.add(node)
     return needed
-
-
-def _is_product(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and row_of(node.target).library
 
 
 def _batch(graph: fx.Graph, group: Sequence[fx.Node], needed: set[fx.Node]) -> None:

@@ -124,4 +124,4 @@ def _is_half(node: fx.Node) -> bool:
 def _is_stored(node: fx.Node) -> bool:
     """Whether a value is in memory: a view, or what a library's kernel computes; a rounding would hide its call."""
     op = node.target
-    return isinstance(op, torch._ops.OpOverload) and (returns_view(op) or row_of(op).library)
+    return row_of(op).library or (isinstance(op, torch._ops.OpOverload) and returns_view(op))

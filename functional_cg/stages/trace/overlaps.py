@@ -38,7 +38,7 @@ def reads_what_it_writes(
     if name.startswith(_OF_LISTS):
         return _one_by_one(args)
     if row_of(func).product:  # each element is read for a whole row
-        read = list(tensors_in([*args, *(one for key, one in kwargs.items() if not key.startswith("out"))]))
+        read = list(tensors_in([*args, *(one for key, one in kwargs.items() if key != "out")]))
         of_itself = "out" not in kwargs  # it adds to its first argument
         return any(_share(one, other) for one in written for other in read[of_itself:])
     read = list(tensors_in([*args, *kwargs.values()]))

@@ -167,13 +167,13 @@ def _spread(instr: Instr, result: Tensor) -> float:
     """Return how far sums of the same terms in another order differ, relative to their root mean square."""
     if not isinstance(instr.out, Var) and any(isinstance(out, (list, tuple)) for out in instr.out):
         return 0.0  # one of the grouped ops, which are elementwise
-    product = row_of(instr.op).product
-    terms = _terms(instr, result, product=product)
+    row = row_of(instr.op)
+    terms = _terms(instr, result, product=row.product or row.library)
     precise = torch.finfo(
         torch.float64 if result.dtype in (torch.float64, torch.complex128) else torch.float32
     )
     spread = precise.eps * math.sqrt(terms / _IN_A_ROW) if terms > _IN_A_ROW else 0.0
-    return spread + (_TF32 if product and _in_tf32(instr.name, result) else 0.0)
+    return spread + (_TF32 if row.library and _in_tf32(instr.name, result) else 0.0)
 
 
 def _terms(instr: Instr, result: Tensor, *, product: bool) -> float:
