@@ -26,7 +26,7 @@ from functional_cg.ambient.setting import canonical
 from functional_cg.concurrency import turns
 from functional_cg.concurrency.turns import Turn
 from tests.at_once import at_once
-from tests.stress.forks import forked
+from tests.stress.forks import differentiates, forked
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork"),
@@ -56,6 +56,12 @@ def works() -> int:
     return WORKS if int(fcg.snapshot(state).step) == 1 else 1
 
 
+@pytest.fixture
+def gradients() -> None:
+    if not differentiates():
+        pytest.skip("torch differentiates in no child here: its engine has a thread for a device")
+
+
 @contextmanager
 def beside(act: Callable[[Callable[[], None]], object]) -> Iterator[None]:
     """Run something on another thread; the block begins when it says so, and ends with it."""
@@ -69,6 +75,7 @@ def beside(act: Callable[[Callable[[], None]], object]) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.usefixtures("gradients")
 @pytest.mark.parametrize("name", LOCKS)
 def test_a_fork_waits_for_whoever_holds_a_lock(name: str) -> None:
     def hold(say: Callable[[], None]) -> None:
@@ -146,6 +153,7 @@ class _Finalized(TorchDispatchMode):
         return out
 
 
+@pytest.mark.usefixtures("gradients")
 def test_a_child_does_not_wait_for_the_lock_of_autocast() -> None:
     """Another thread empties the cache while the process is forked; a trace in the child has nothing to empty."""
     forked_by_now, weight = threading.Event(), torch.ones(4, 4, requires_grad=True)

@@ -1183,5 +1183,9 @@ HAZARDS = (
          "refused: CaptureError; `lowering=\"aten\"`",
          "stages::test_a_compiled_step_finds_out_that_an_op_returns_other_strides_than_it_says",
          "compiler::test_a_kernel_with_other_strides_than_its_trace_is_refused"),
+    _row(229, 1, "", "a kernel of a GPU multiplies and adds halves in one operation: the product is not rounded",
+         "impossible: Triton's compiler does not look into what rounds",
+         "half::test_what_a_rounding_loses_is_there",
+         "half::test_random_calls_in_half_precision_have_the_bits_of_eager"),
 )
 # fmt: on

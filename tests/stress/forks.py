@@ -62,6 +62,17 @@ def forked(act: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
 
 
+def differentiates() -> bool:
+    """Whether torch differentiates in a child of this process: not where its engine has a thread for a device."""
+
+    def sum_backward() -> int:
+        torch.ones(2, requires_grad=True).sum().backward()
+        return WORKS
+
+    sum_backward()  # starts such threads
+    return forked(sum_backward) == WORKS
+
+
 def run(forks: int, *, floats: int = 1 << 17, threads: int = 3) -> Counter[str]:
     """Fork while threads step and read two states, and trace steps of their own.
 

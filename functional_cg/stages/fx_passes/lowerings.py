@@ -13,7 +13,7 @@ from torch import fx
 
 from . import old_values, updates
 from .old_values import AFTER, NOW, OWN, keep_old_values
-from .rounding import ROUNDED
+from .rounding import HALF, ROUNDED
 from .updates import UPDATE, Kind, as_calls
 
 __all__ = ["compiler_pass", "register_lowerings"]
@@ -124,10 +124,15 @@ def _rounded(value: Any, dtype: torch.dtype) -> Any:
     on_host = value.get_device().type == "cpu"
 
     def rounded(one: Any) -> Any:
+        if not on_host and wide in (*HALF, torch.float32):
+            # Triton's compiler takes a product of halves in single precision, rounded, for a product in half precision,
+            # and then a sum of that for one operation, which does not round the product. It does not look into this.
+            one = ops.inline_asm_elementwise(
+                one, asm="mov.f32 $0, $1;", constraints="=f,f", dtype=torch.float32
+            )
         half = ops.to_dtype(one, dtype, src_dtype=wide, use_compute_types=False)
-        if (
-            on_host
-        ):  # torch 2.11 takes what comes back from a cast for what went in, unless it was something else
+        if on_host:
+            # torch 2.11 takes what comes back from a cast for what went in, unless it was something else
             bits = ops.to_dtype_bitcast(half, torch.int16, dtype)
             half = ops.to_dtype_bitcast(bits, dtype, torch.int16)
         return ops.to_dtype(half, dtype)
