@@ -80,7 +80,7 @@ def test_a_compiler_that_gives_up(
         return {"w": state["w"] + x}, {"m": x.sum()}
 
     with monkeypatch.context() as patch:
-        patch.setattr("functional_cg.stages.lower.head.compile_graph", gives_up)
+        patch.setattr("functional_cg.stages.lower.functions.compile_graph", gives_up)
         with pytest.raises(fcg.CaptureError, match=r'gave up on it.*\n.*a pass\n.*`lowering="aten"`'):
             fcg.graph_step(train_step, lowering="inductor")(state, x)
     state, metrics = fcg.graph_step(train_step, lowering="aten")(state, x)

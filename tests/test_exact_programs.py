@@ -72,6 +72,6 @@ def test_the_law_notices_a_compiler_that_is_off_by_one(monkeypatch: pytest.Monke
             value + 1 if value.dtype == torch.float32 else value for value in graph(*given)
         ]
 
-    monkeypatch.setattr("functional_cg.stages.lower.head.compile_graph", off_by_one)
+    monkeypatch.setattr("functional_cg.stages.lower.functions.compile_graph", off_by_one)
     monkeypatch.setattr("functional_cg.step.captures.certify", lambda *given: given[0].certificate)
     assert any(text.startswith("program ") for text in found(drawn(4, 0, fst.exact_step_fns()), "cpu", 4, 0))

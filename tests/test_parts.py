@@ -14,9 +14,10 @@ from hypothesis import given, settings
 import functional_cg as fcg
 from functional_cg.options import Options
 from functional_cg.stages.lower import compiled, parts, repeats
-from functional_cg.stages.lower.compiled import in_parts, lower, prepare
+from functional_cg.stages.lower.compiled import lower, prepare
+from functional_cg.stages.lower.functions import FunctionsPlan
 from functional_cg.stages.lower.in_place import InPlacePlan
-from functional_cg.stages.lower.parts_plan import PartsPlan
+from functional_cg.stages.lower.parts import in_parts
 from functional_cg.stages.plan import lower_aten
 from functional_cg.step import captures
 from functional_cg.testing import assert_trees_all_close, assert_trees_all_equal
@@ -127,7 +128,7 @@ def test_every_value_is_that_of_the_eager_run_by_inductor(
         monkeypatch.setattr(captures, "lower", in_place_by_inductor)
     program = Repeated(6, ("product", "bias", "turned"), (2.0,) * 6, "by itself", frozenset({"old biases"}))
     plan = assert_replays(program, "inductor", device)
-    assert isinstance(plan, PartsPlan)
+    assert isinstance(plan, FunctionsPlan)
     assert max(plan.times) > 3
 
 
@@ -153,7 +154,7 @@ def test_a_leaf_is_written_after_its_last_reader(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(parts, "_WORTH", 2)
     monkeypatch.setattr(captures, "lower", in_place_on_a_host)
     plan = assert_replays(replace(PLAIN, keeps=frozenset({"turned over"})), as_it_is)
-    assert isinstance(plan, PartsPlan)
+    assert isinstance(plan, FunctionsPlan)
 
 
 def test_what_a_part_hands_on_lies_as_the_trace_saw_it() -> None:
@@ -197,11 +198,11 @@ def plan_on_a_gpu(program: Any, **options: Any) -> Any:
 def test_deep_programs_are_cut_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where so many calls need not be compiled that the first call takes half as long."""
     assert isinstance(plan_on_a_gpu(PLAIN), InPlacePlan)
-    assert isinstance(plan_on_a_gpu(PLAIN, compile_once=True), PartsPlan)
+    assert isinstance(plan_on_a_gpu(PLAIN, compile_once=True), FunctionsPlan)
     every = len(fcg.graph_step(PLAIN, lowering="aten").lower(PLAIN.state, PLAIN.batch(0)).program.instrs)
     monkeypatch.setattr(compiled, "_PAYS", every // 2)
     plan = plan_on_a_gpu(PLAIN)
-    assert isinstance(plan, PartsPlan)
+    assert isinstance(plan, FunctionsPlan)
     assert any("compiled once" in line for line in plan.shared)
     assert isinstance(plan_on_a_gpu(PLAIN, compile_once=False), InPlacePlan)
     monkeypatch.setattr(compiled, "_PAYS", every - 1)  # its calls would do, but not those that are saved
@@ -262,7 +263,7 @@ def test_functions_do_not_grow_with_the_number_of_blocks(
     for layers in (6, 9):
         program = replace(PLAIN, layers=layers, numbers=(2.0,) * layers, update=update, stacked=stacked)
         plan = assert_replays(program, as_it_is)
-        assert isinstance(plan, PartsPlan)
+        assert isinstance(plan, FunctionsPlan)
         functions.append(plan.functions)
         assert (
             sum(times for times in plan.times if times > 1) >= layers
@@ -273,7 +274,7 @@ def test_functions_do_not_grow_with_the_number_of_blocks(
 def test_each_turn_of_a_loop_reads_its_row_of_a_half_of_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captures, "lower", in_place_on_a_host)
     plans = [assert_replays(Loop(times), as_it_is) for times in (8, 12)]
-    assert all(isinstance(plan, PartsPlan) for plan in plans)
+    assert all(isinstance(plan, FunctionsPlan) for plan in plans)
     assert plans[0].functions == plans[1].functions <= 7
 
 

@@ -175,7 +175,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
     def by(compile_graph: Any) -> None:
         monkeypatch.setattr("functional_cg.step.captures.lower", lower_as_on_a_gpu)
-        monkeypatch.setattr("functional_cg.stages.lower.head.compile_graph", compile_graph)
+        monkeypatch.setattr("functional_cg.stages.lower.functions.compile_graph", compile_graph)
 
     return by
 

@@ -28,7 +28,7 @@ from ..errors import CaptureError
 from ..options import Certify
 from ..shards.mesh import Mesh
 from ..shards.peers import on_any
-from ..stages.lower.regions import RegionsPlan
+from ..stages.lower.functions import FunctionsPlan
 from ..stages.plan import Backend, Before, Buffers, Replay
 from ..stages.run.capture import CUDABackend
 from ..stages.run.memory import scratch
@@ -71,7 +71,8 @@ def certify(
       CaptureError: If it was asked for, and memory is too little.
     """
     start, mesh = time.perf_counter(), lowered.mesh
-    kind = TrialOfFunctions if isinstance(lowered.plan, RegionsPlan) else Trial
+    plan = lowered.plan
+    kind = TrialOfFunctions if isinstance(plan, FunctionsPlan) and plan.one_by_one else Trial
     trial = kind(lowered.reference, lowered.plan, partial(on_any, mesh, lowered.name))
     with backend.aside() if isinstance(backend, CUDABackend) else contextlib.nullcontext():
         on_gpu = _device(buffers).type == "cuda"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..program import Var
+from ..passes.rewrite import range_tensor
+from ..plan import Buffers
+from ..program import Program, Var
 
-__all__ = ["by_itself", "like"]
+__all__ = ["by_itself", "like", "tensors_of"]
 
 
 def by_itself(tensor: Tensor) -> Tensor:
@@ -30,3 +32,14 @@ def like(var: Var) -> Tensor:
     """Return a tensor with the layout of a variable, of any values."""
     spec = var.spec
     return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+
+
+def tensors_of(program: Program, buffers: Buffers, device: torch.device) -> dict[Var, Tensor]:
+    """Return the tensors of a program's slots, inputs, constants and ranges, as compiled functions get them."""
+    known = [*program.slots, *program.inputs, *(constant.var for constant in program.constants)]
+    # A compiled kernel may take a CPU scalar as if it were on the device.
+    constants = [one.to(device) for one in buffers.constants]
+    tensors = dict(zip(known, [*buffers.slots, *buffers.inputs, *constants], strict=True))
+    for one in program.ranges:
+        tensors[one.var] = range_tensor(one, [tensors[leaf] for leaf in one.leaves])
+    return tensors

@@ -21,26 +21,24 @@ from ..branches.choice import choose, in_advance
 from ..branches.listing import in_line
 from ..branches.order import beside_collectives, launches_of
 from ..branches.plan import BranchedPlan, Spread
-from ..passes.bounds import check_values
 from ..passes.equal_calls import share_equal_calls
 from ..passes.out_of_place import write_out_of_place
 from ..passes.recompute import keep_as_buffers, recompute
 from ..passes.summed_products import join_summed_products
-from ..plan import AtenPlan, Buffers, ExecutionPlan, Run, lower_aten
+from ..plan import ExecutionPlan, lower_aten
 from ..program import Instr, Program, Var, highest, map_arguments
 from ..schedule import Schedule, schedule
 from ..template import calls_of
 from ..trial.reference import Reference
-from .graph import Entrance, build_graph
-from .head import Compiler, Head, by_inductor
-from .in_place import SMALL, InPlacePlan, arguments_of, collects, largest
+from .functions import Compiler, FunctionsPlan, Head, checked, head_of
+from .graph import Entrance
+from .in_place import SMALL, InPlacePlan, collects, largest
 from .inductor import start_workers
 from .known_masks import use_known_masks
-from .parts import parts_of
-from .parts_plan import PartsPlan
-from .regions import RegionsPlan
+from .parts import in_parts
+from .regions import in_regions
 
-__all__ = ["HeadPlan", "announce", "in_parts", "lower", "prepare", "without_lanes"]
+__all__ = ["announce", "lower", "prepare", "without_lanes"]
 
 _FULL = "its values are so large that each kernel fills the device"
 _PAYS = 1000  # calls that need not be compiled, ten seconds: worth parts that nobody asked for
@@ -89,7 +87,7 @@ def _compiled(
 ) -> ExecutionPlan:
     on_gpu, choice = device.type == "cuda", options.lowering
     if any(instr.region for instr in program.instrs):
-        return RegionsPlan(program, device, None if isinstance(choice, str) else choice, reference)
+        return in_regions(program, device, None if isinstance(choice, str) else choice, reference)
     program.instrs = calls_of(program.instrs)
     compiler = None if isinstance(choice, str) else choice
     on_lanes = lanes and compiler is None  # on a CPU, simulated ones: it stands for a GPU
@@ -107,34 +105,8 @@ def _compiled(
         if parted is not None:
             return parted
     if not in_place:
-        return HeadPlan(program, device, compiler, reference)
+        return _as_head(program, device, compiler, reference)
     return InPlacePlan(program, device, spread, why)
-
-
-def in_parts(
-    program: Program,
-    device: torch.device,
-    compiler: Compiler | None,
-    reference: Reference,
-    *,
-    in_place: bool,
-    least: int = 0,
-) -> PartsPlan | None:
-    """Return a plan that compiles equal parts of a program once; None if that would save too little.
-
-    Args:
-      program: A rewritten program.
-      device: Where it runs.
-      compiler: Compiles a part; None for inductor.
-      reference: The program as traced.
-      in_place: Whether the compiled functions write the slots.
-      least: How many calls need not be compiled at least.
-    """
-    if not in_place:  # else it is prepared
-        write_out_of_place(program)
-    plan = schedule(program, fuse=() if in_place else None)
-    parts = parts_of(program, plan, in_place=in_place, least=least)
-    return None if parts is None else PartsPlan(program, device, plan, parts, compiler, reference)
 
 
 def without_lanes(device: torch.device, backend: Any) -> str:
@@ -199,70 +171,33 @@ def prepare(program: Program, *, budget: float | None = None, large: int = _LARG
     keep_as_buffers(program, large=large)
 
 
-class HeadPlan:
-    """Runs a compiled function that writes no slot, then the commit of the ATen lowering."""
-
-    compiled = True
-    functions = 1
-    copies = True
-    branches = ""
-    temporaries = 0
-    shared: Sequence[str] = ()
-
-    def __init__(
-        self, program: Program, device: torch.device, compiler: Compiler | None, reference: Reference
-    ) -> None:
-        self._program, self._reference = program, reference
-        self.schedule = plan = schedule(program)
-        if device.type == "cpu" and compiler is None:
-            plan = replace(plan, head=check_values(program, plan.head))
-        # A compiler drops calls without results, so checks run outside of it, before the commit.
-        checks = [instr for instr in plan.head if instr.checks]
-        plan = replace(plan, head=[instr for instr in plan.head if not instr.checks])
-        born = {var for instr in plan.head for var in instr.outputs()}
-        read = (var for instr in (*checks, *plan.fused) for var in instr.inputs() if var in born)
-        handed_on = list(dict.fromkeys([*read, *(new for _, new in plan.commits)]))
-        entrance = Entrance.of(program, plan, handed_on=handed_on)
-        graph = build_graph(program, plan, entrance, handed_on=handed_on)
-        compile_head = compiler or partial(
-            by_inductor,
-            program.function,
-            on_host=device.type == "cpu",
-            small=False,
-            in_order=collects(program),
-        )
-        self._head = Head(
-            program.function,
-            graph,
-            compile_head,
-            results=[*plan.outputs, *handed_on],
-            metrics=len(plan.outputs),
-            known=compiler is None,
-            program=program,
-        )
-        self._entrance = entrance
-        self._aten = AtenPlan(program, _around(self._head, program, plan, entrance, handed_on, checks))
-
-    def as_text(self) -> str:
-        return f"{self._head.graph.code}\n{self._aten.as_text()}"
-
-    def bind(self, buffers: Buffers) -> Run:
-        if self._head.compiled is None:
-            self._head.compile(arguments_of(self._program, self._entrance, buffers)[0])
-        return self._aten.bind(buffers, partial(self._reference.raises_at, buffers))
+def _as_head(
+    program: Program, device: torch.device, compiler: Compiler | None, reference: Reference
+) -> FunctionsPlan:
+    """Return a plan that runs a compiled function that writes no slot, then the commit of the ATen lowering."""
+    scheduled = schedule(program)
+    plan = replace(scheduled, head=checked(program, scheduled.head, compiler, device))
+    # A compiler drops calls without results, so checks run outside of it, before the commit.
+    checks = [instr for instr in plan.head if instr.checks]
+    plan = replace(plan, head=[instr for instr in plan.head if not instr.checks])
+    born = {var for instr in plan.head for var in instr.outputs()}
+    read = (var for instr in (*checks, *plan.fused) for var in instr.inputs() if var in born)
+    handed_on = list(dict.fromkeys([*read, *(new for _, new in plan.commits)]))
+    entrance = Entrance.of(program, plan, handed_on=handed_on)
+    head = head_of(
+        program, plan, compiler, device, program.function,
+        entrance=entrance, handed_on=handed_on, metrics=len(plan.outputs), in_order=collects(program),
+    )  # fmt: skip
+    return FunctionsPlan(
+        program, scheduled, _around(head, program, plan, handed_on, checks), device, reference, [head]
+    )
 
 
 def _around(
-    head: Head,
-    program: Program,
-    plan: Schedule,
-    entrance: Entrance,
-    handed_on: Sequence[Var],
-    checks: Sequence[Instr],
+    head: Head, program: Program, plan: Schedule, handed_on: Sequence[Var], checks: Sequence[Instr]
 ) -> Schedule:
     """Return the schedule that calls a compiled head, runs the checks, and commits the values it hands on."""
     index, storage = highest(program)
-    arguments = [*entrance.slots, *program.inputs, *(c.var for c in program.constants)]
     number = itertools.count(1)
 
     def fresh(var: Var) -> Var:
@@ -280,7 +215,7 @@ def _around(
         return replace(instr, args=args, kwargs=kwargs)
 
     fused = list(map(renamed, plan.fused))
-    call = Instr(head, tuple(arguments), {}, [*metrics, *names.values()], (), None)
+    call = Instr(head, tuple(head.takes), {}, [*metrics, *names.values()], (), None)
     return Schedule(
         [call, *map(renamed, checks)],
         fused,

@@ -47,6 +47,10 @@ class Entrance:
     windows: dict[Var, tuple[Var, int]]
     gathered: list[SlotRange]
 
+    def takes(self, program: Program) -> list[Var]:
+        """Return the variables of the arguments."""
+        return [*self.slots, *program.inputs, *(constant.var for constant in program.constants)]
+
     @classmethod
     def of(
         cls,
@@ -102,7 +106,7 @@ def build_graph(
     graph = fx.Graph()
     nodes: dict[Var, fx.Node] = {}
     changed = written_storages(plan.head)
-    for var in [*entrance.slots, *program.inputs, *(c.var for c in program.constants)]:
+    for var in entrance.takes(program):
         nodes[var] = graph.placeholder(repr(var))
         nodes[var].meta["spec"] = var.spec
         nodes[var].meta["written"] = var.storage in changed

@@ -23,16 +23,16 @@ from ..fx_passes.cross_entropy import rewrite_losses
 from ..fx_passes.logits import has_large_logits
 from ..fx_passes.products import batch_gradients
 from ..passes.fused import group_size, in_place, split_light, written_pairs
-from ..passes.rewrite import clears, range_tensor
+from ..passes.rewrite import clears
 from ..plan import Before, Buffers, ExecutionPlan, Run
 from ..program import Instr, Program, Var
 from ..schedule import Schedule, schedule
-from .arguments import by_itself
+from .arguments import by_itself, tensors_of
+from .functions import Results, by_inductor
 from .graph import Entrance, build_graph, calls_of
-from .head import Results, by_inductor
 from .inductor import opened
 
-__all__ = ["SMALL", "InPlacePlan", "arguments_of", "collects", "is_small", "largest"]
+__all__ = ["SMALL", "InPlacePlan", "collects", "is_small", "largest"]
 
 SMALL = 2**24  # bytes of values that leave room on the device for other kernels
 
@@ -76,7 +76,8 @@ class InPlacePlan:
         self._graph.recompile()
         self._compiled: Callable[..., Any] | None = None
         self._launches: Launches | None = None
-        self._expected = Results(program.function, [*plan.outputs, *self._handed_on], program)
+        paths = {var: path for path, var in program.named_results()}
+        self._expected = Results(program.function, [*plan.outputs, *self._handed_on], paths)
         self.timeline, self.temporaries = replace(in_line(()), estimated=spread is not None), 0
         self.branches = f"branches: none, {why}" if why else ""
         if spread is not None:
@@ -158,9 +159,8 @@ class InPlacePlan:
 
     def _tensors(self, buffers: Buffers) -> tuple[list[Tensor], dict[Var, Tensor]]:
         """Return the arguments of the function, and the tensors of all that is there before it."""
-        # A compiled kernel may take a CPU scalar as if it were on the device.
-        here = [one.to(self._device) for one in buffers.constants]
-        return arguments_of(self._program, self._entrance, replace(buffers, constants=here))
+        tensors = tensors_of(self._program, buffers, self._device)
+        return [by_itself(tensors[var]) for var in self._entrance.takes(self._program)], tensors
 
     def _updates(
         self, known: Mapping[Var, Tensor], tick: Callable[[str], None]
@@ -249,19 +249,6 @@ def _move_lists(plan: Schedule, light: Collection[Instr]) -> None:
     lists = [instr for instr in plan.head if instr in light and read.issuperset(instr.outputs())]
     plan.head = [instr for instr in plan.head if instr not in lists]
     plan.fused = [*lists, *plan.fused]
-
-
-def arguments_of(
-    program: Program, entrance: Entrance, buffers: Buffers
-) -> tuple[list[Tensor], dict[Var, Tensor]]:
-    """Return the arguments of a graph, and the tensors of all slots, ranges, inputs and constants."""
-    tensors = dict(zip(program.slots, buffers.slots, strict=True))
-    tensors |= zip(program.inputs, buffers.inputs, strict=True)
-    tensors |= zip((c.var for c in program.constants), buffers.constants, strict=True)
-    for known in program.ranges:
-        tensors[known.var] = range_tensor(known, [tensors[leaf] for leaf in known.leaves])
-    arguments = [*(tensors[var] for var in entrance.slots), *buffers.inputs, *buffers.constants]
-    return list(map(by_itself, arguments)), tensors
 
 
 def collects(program: Program) -> bool:

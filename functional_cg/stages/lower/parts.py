@@ -13,15 +13,23 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
+from torch import fx
 
+from ...state.outline import count
+from ..fx_passes.canonical import pick_by_comparison
+from ..fx_passes.cross_entropy import rewrite_losses
+from ..fx_passes.logits import has_large_logits
 from ..fx_passes.old_values import KEPT, LATER
+from ..passes.out_of_place import write_out_of_place
 from ..program import Instr, Program, Var, written_storages
-from ..schedule import Schedule
+from ..schedule import Schedule, schedule
+from ..trial.reference import Reference
 from .early_updates import Leaf, by_leaf, joined
+from .functions import Compiler, FunctionsPlan, Head, checked, head_of
 from .in_place import collects
-from .repeats import cuts, frozen
+from .repeats import cuts, frozen_call
 
-__all__ = ["Part", "Parts", "parts_of"]
+__all__ = ["Part", "Parts", "in_parts", "parts_of"]
 
 T = TypeVar("T")
 _CAST = torch.ops.aten._to_copy.default
@@ -79,15 +87,7 @@ class Part:
             )
             for var in numbers
         )
-        calls = tuple(
-            (
-                instr.op,
-                frozen(instr.args, numbers.__getitem__),
-                tuple((name, frozen(value, numbers.__getitem__)) for name, value in instr.kwargs.items()),
-                frozen(instr.out, numbers.__getitem__),
-            )
-            for instr in self.calls
-        )
+        calls = tuple(frozen_call(instr, numbers.__getitem__) for instr in self.calls)
         handed_on = tuple(numbers[var] for var in self.outputs)
         commits = tuple((numbers[old], numbers[new]) for old, new in self.commits)
         return len(self.inputs), self.metrics, layouts, calls, handed_on, commits
@@ -108,6 +108,76 @@ class Parts:
     order: list[Part]
     after: list[Instr]
     commits: list[tuple[Var, Var]]
+
+
+def in_parts(
+    program: Program,
+    device: torch.device,
+    compiler: Compiler | None,
+    reference: Reference,
+    *,
+    in_place: bool,
+    least: int = 0,
+) -> FunctionsPlan | None:
+    """Return a plan that compiles equal parts of a program once; None if that would save too little.
+
+    Args:
+      program: A rewritten program.
+      device: Where it runs.
+      compiler: Compiles a part; None for inductor.
+      reference: The program as traced.
+      in_place: Whether the compiled functions write the slots.
+      least: How many calls need not be compiled at least.
+    """
+    if not in_place:  # else it is prepared
+        write_out_of_place(program)
+    plan = schedule(program, fuse=() if in_place else None)
+    parts = parts_of(program, plan, in_place=in_place, least=least)
+    if parts is None:
+        return None
+    large = has_large_logits(program)
+
+    def suit(graph: fx.Graph) -> None:
+        pick_by_comparison(graph)
+        if large:
+            rewrite_losses(graph)
+
+    suits = suit if device.type != "cpu" and compiler is None else None
+    heads: list[Head] = []
+    calls: dict[Part, Instr] = {}
+    for first, *others in parts.alike:
+        part = Program(
+            f"part_{len(heads) + 1}", [], [], first.inputs, instrs=first.calls, outputs=[*first.outputs]
+        )
+        computed = Schedule(checked(part, first.calls, compiler, device), outputs=first.outputs)
+        head = head_of(
+            part, computed, compiler, device, program.function,
+            writes=first.commits, metrics=first.metrics, in_order=False, suit=suits,
+        )  # fmt: skip
+        heads.append(head)
+        for one in (first, *others):
+            calls[one] = Instr(head, tuple(one.inputs), {}, one.outputs, (), None)
+    checks = [instr for instr in plan.head if instr.checks]
+    runs = [instr for part in parts.order for instr in (*part.before, calls[part])]
+    return FunctionsPlan(
+        program, plan, replace(plan, head=[*runs, *parts.after, *checks], commits=parts.commits), device, reference,
+        heads,
+        copies=device.type == "cpu" and bool(plan.commits),
+        shared=[_said(alike) for alike in parts.alike if len(alike) > 1],
+    )  # fmt: skip
+
+
+def _said(alike: Sequence[Part]) -> str:
+    """Return in words which calls share a function."""
+    calls = count(len(alike[0].calls), "call")
+    return f"compiled once: {len(alike)} x {calls}, {_where(alike[0])}; ...; {_where(alike[-1])}"
+
+
+def _where(part: Part) -> str:
+    """Return where the calls of a part come from: modules, or lines where there are none."""
+    places = [one.origin.module or (str(one.site) if one.site else "") for one in part.calls]
+    known = list(dict.fromkeys(filter(None, places))) or ["the update"]
+    return known[0] if len(known) == 1 else f"{known[0]} to {known[-1]}"
 
 
 def parts_of(program: Program, plan: Schedule, *, in_place: bool, least: int = 0) -> Parts | None:

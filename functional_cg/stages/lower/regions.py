@@ -7,31 +7,23 @@ call does not take longer with more micro-batches, and memory is allocated and f
 
 from __future__ import annotations
 
-import contextlib
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...shards.collectives import is_collective
 from ...shards.transfers import TRANSFERS
-from ..passes.bounds import check_values
-from ..plan import AtenPlan, Buffers, Run
-from ..program import Instr, Program, Var, map_vars, vars_in
+from ..program import Instr, Program, Var, vars_in
 from ..schedule import Schedule, schedule
 from ..template import Template
 from ..trial.reference import Reference
-from ..trial.trial import See
-from .arguments import like
-from .graph import Entrance, build_graph
-from .head import Compiler, Head, by_inductor
+from .functions import Compiler, FunctionsPlan, Head, checked, head_of
+from .repeats import frozen_call
 
-__all__ = ["RegionsPlan"]
+__all__ = ["in_regions"]
 
 
 @dataclass(eq=False)
@@ -104,35 +96,24 @@ class _Region:
         every = (*self.inputs, *(var for instr in self.calls for var in instr.outputs()))
         return {var: number for number, var in enumerate(dict.fromkeys(every))}
 
-    def signature(self) -> tuple[Any, ...]:
+    def signature(self) -> Hashable:
         """Return what is equal for regions with the same calls."""
         numbers, storages = self.numbers, dict[int, int]()
         for var in numbers:
             storages.setdefault(var.storage, len(storages))
-
-        def text(value: Any) -> str:
-            return repr(map_vars(lambda var: f"%{numbers[var]}", value))
-
         entering = len(self.inputs)
         specs = tuple(
             (var.spec, storages[var.storage], var.offset if number >= entering else 0)
             for var, number in numbers.items()
         )
-        calls = tuple(
-            (
-                instr.op,
-                text(instr.args),
-                text(list(instr.kwargs.items())),
-                text(instr.out),
-                text(instr.writes),
-            )
-            for instr in self.calls
-        )
-        return self.name, len(self.inputs), specs, calls
+        calls = tuple(frozen_call(instr, numbers.__getitem__) for instr in self.calls)
+        return self.name, entering, specs, calls
 
 
-class RegionsPlan:
-    """Runs regions as compiled functions among ATen calls, in the order of the trace.
+def in_regions(
+    program: Program, device: torch.device, compiler: Compiler | None, reference: Reference
+) -> FunctionsPlan:
+    """Return a plan that runs regions as compiled functions among ATen calls, in the order of the trace.
 
     Args:
       program: A rewritten program.
@@ -140,93 +121,35 @@ class RegionsPlan:
       compiler: Compiles a region; None for inductor.
       reference: Finds the user's line for an exception from a compiled function.
     """
-
-    compiled = True
-    copies = True
-    branches = ""
-    temporaries = 0
-    shared: Sequence[str] = ()
-
-    def __init__(
-        self, program: Program, device: torch.device, compiler: Compiler | None, reference: Reference
-    ) -> None:
-        self.schedule = plan = schedule(program)
-        self._device, self._reference = device, reference
-        self._heads: dict[Head, Program] = {}
-        runs = [(name, list(run)) for name, run in groupby(plan.head, lambda instr: instr.region)]
-        found = list(_found(runs, plan, program))
-        templates = dict.fromkeys(instr.op for instr in plan.head if isinstance(instr.op, Template))
-        repeated = {
-            one: _Region.of(one.name, one.calls, {*one.results}) for one in templates if _is_region(one)
-        }
-        shared: dict[tuple[Any, ...], list[_Region]] = {}
-        for region in (*(region for region, _ in found), *repeated.values()):
-            if region is not None:
-                shared.setdefault(region.signature(), []).append(region)
-        calls = {
-            region: [*region.views, call, *region.after]
-            for alike in shared.values()
-            for region, call in self._compiled(alike, compiler)
-        }
-        others = {
-            one: one.with_calls(calls[region], one.given, one.results)
-            for one, region in repeated.items()
-            if region is not None
-        }
-        head = [instr for region, run in found for instr in (run if region is None else calls[region])]
-        head = [replace(instr, op=others[instr.op]) if instr.op in others else instr for instr in head]
-        called = (
-            one for instr in head for one in (instr.op.calls if instr.op in others.values() else (instr,))
-        )
-        self._times = Counter(instr.op for instr in called if isinstance(instr.op, Head))
-        self.functions = len(self._heads)
-        self._aten = AtenPlan(program, replace(plan, head=head))
-
-    def _compiled(
-        self, alike: Sequence[_Region], compiler: Compiler | None
-    ) -> Iterator[tuple[_Region, Instr]]:
-        """Yield the call of each of some regions that share a compiled function."""
+    plan = schedule(program)
+    runs = [(name, list(run)) for name, run in groupby(plan.head, lambda instr: instr.region)]
+    found = list(_found(runs, plan, program))
+    templates = dict.fromkeys(instr.op for instr in plan.head if isinstance(instr.op, Template))
+    repeated = {one: _Region.of(one.name, one.calls, {*one.results}) for one in templates if _is_region(one)}
+    shared: dict[Hashable, list[_Region]] = {}
+    for region in (*(region for region, _ in found), *repeated.values()):
+        if region is not None:
+            shared.setdefault(region.signature(), []).append(region)
+    heads: list[Head] = []
+    calls: dict[_Region, list[Instr]] = {}
+    for alike in shared.values():
         first = alike[0]
-        wanted = sorted({one.numbers[var] for one in alike for var in one.needed})
-        columns = [[var for var, number in one.numbers.items() if number in set(wanted)] for one in alike]
+        wanted = {one.numbers[var] for one in alike for var in one.needed}
+        columns = [[var for var, number in one.numbers.items() if number in wanted] for one in alike]
         part = Program(first.name, [], [], first.inputs, instrs=first.calls, outputs=columns[0])
-        on_host = self._device.type == "cpu"
-        calls = check_values(part, first.calls) if on_host and compiler is None else first.calls
-        plan = Schedule(calls, outputs=columns[0])
-        graph = build_graph(part, plan, Entrance([], {}, []), as_traced=True)
-        compile_it = compiler or partial(by_inductor, first.name, on_host=on_host, small=False, in_order=True)
-        name = first.name.replace(" ", "_")
-        head = Head(name, graph, compile_it, results=columns[0], metrics=0, known=compiler is None)
-        self._heads[head] = part
+        computed = Schedule(checked(part, first.calls, compiler, device), outputs=columns[0])
+        heads.append(head_of(part, computed, compiler, device, program.function))
         for one, column in zip(alike, columns, strict=True):
-            yield one, Instr(head, tuple(one.inputs), {}, column, (), None)
-
-    @contextlib.contextmanager
-    def watched(self, see: See) -> Iterator[None]:
-        """Show the first and the last call that a run makes of each function: ``see(calls, arguments, results)``."""
-        counts = Counter[Head]()
-
-        def after(head: Head, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-            counts[head] += 1
-            if counts[head] in (1, self._times[head]):
-                see(self._heads[head], arguments, results)
-
-        try:
-            for head in self._heads:
-                head.after = partial(after, head)
-            yield
-        finally:
-            for head in self._heads:
-                head.after = None
-
-    def as_text(self) -> str:
-        return "\n".join([*(f"{head}:\n{head.graph.code}" for head in self._heads), self._aten.as_text()])
-
-    def bind(self, buffers: Buffers) -> Run:
-        for head, part in self._heads.items():
-            if head.compiled is None:
-                head.compile([like(var) for var in part.inputs])
-        return self._aten.bind(buffers, partial(self._reference.raises_at, buffers))
+            call = Instr(heads[-1], tuple(one.inputs), {}, column, (), None)
+            calls[one] = [*one.views, call, *one.after]
+    others = {
+        one: one.with_calls(calls[region], one.given, one.results)
+        for one, region in repeated.items()
+        if region is not None
+    }
+    head = [instr for region, run in found for instr in (run if region is None else calls[region])]
+    head = [replace(instr, op=others[instr.op]) if instr.op in others else instr for instr in head]
+    return FunctionsPlan(program, plan, replace(plan, head=head), device, reference, heads, one_by_one=True)
 
 
 def _is_region(template: Template) -> bool:

@@ -8,7 +8,7 @@ fewest bytes are read again or stored because of the cut.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..passes.min_cut import is_fused
 from ..program import Instr, Var
 from ..work import bytes_of, flops_of
 
-__all__ = ["cuts", "frozen"]
+__all__ = ["cuts", "frozen", "frozen_call"]
 
 _SHORTEST = 8  # calls of a period: a function takes a second to compile, however few calls it has
 _LOSS = 0.01  # of the bytes that a period moves: what cutting may cost
@@ -65,7 +65,7 @@ def cuts(instrs: Sequence[Instr]) -> list[int]:
     return sorted(found)
 
 
-def frozen(value: Any, name: Any) -> Hashable:
+def frozen(value: Any, name: Callable[[Var], Any]) -> Hashable:
     """Return what is equal for equal arguments; of two objects that are no plain values, only for one and the same.
 
     Args:
@@ -81,6 +81,12 @@ def frozen(value: Any, name: Any) -> Hashable:
     return "object", id(value)
 
 
+def frozen_call(instr: Instr, name: Callable[[Var], Any]) -> Hashable:
+    """Return what is equal for equal calls; ``name(var)`` stands for a variable."""
+    kwargs = tuple((key, frozen(value, name)) for key, value in instr.kwargs.items())
+    return instr.op, frozen(instr.args, name), kwargs, frozen(instr.out, name), frozen(instr.writes, name)
+
+
 def _kinds(instrs: Sequence[Instr]) -> list[int]:
     """Number the calls: equal numbers for calls that are equal but for which variables they read and make."""
     numbers: dict[Hashable, int] = {}
@@ -88,11 +94,7 @@ def _kinds(instrs: Sequence[Instr]) -> list[int]:
     def spec(var: Var) -> Hashable:
         return var.spec
 
-    def kind(instr: Instr) -> Hashable:
-        kwargs = tuple((name, frozen(value, spec)) for name, value in instr.kwargs.items())
-        return instr.op, frozen(instr.args, spec), kwargs, frozen(instr.out, spec)
-
-    return [numbers.setdefault(kind(instr), len(numbers)) for instr in instrs]
+    return [numbers.setdefault(frozen_call(instr, spec), len(numbers)) for instr in instrs]
 
 
 def _stretches(kinds: Sequence[int]) -> Iterator[_Stretch]:

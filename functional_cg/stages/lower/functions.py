@@ -1,0 +1,331 @@
+"""Compiled functions as ops, and the plan that calls them among ATen calls."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ...ambient.modes import ordinary, without_gradients
+from ...errors import CaptureError
+from ...errors.words import words_of
+from ...state.outline import count
+from ...tensors.overlap import storage_key
+from ..layouts import laid_out
+from ..passes.bounds import check_values
+from ..plan import AtenPlan, Buffers, Run
+from ..program import Instr, Program, Var
+from ..schedule import Schedule
+from ..template import calls_of
+from ..trial.judge import miscompiled
+from ..trial.reference import Reference
+from ..trial.trial import See
+from .arguments import by_itself, like, tensors_of
+from .graph import Entrance, build_graph
+from .inductor import compile_graph
+
+__all__ = ["Compiler", "FunctionsPlan", "Head", "Results", "by_inductor", "checked", "head_of"]
+
+Compiler = Callable[..., Any]
+
+
+def by_inductor(
+    name: str, graph: fx.GraphModule, arguments: Sequence[Tensor], **options: bool
+) -> Callable[..., Any]:
+    """Call :func:`compile_graph`; raise :class:`CaptureError` if torch's compiler fails.
+
+    Its code asserts the strides of what kernels return; where those of torch's trace are wrong, that fails in each run.
+    """
+    try:
+        compiled = compile_graph(graph, arguments, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # it promises no type: passes before inductor assert
+        raise _gave_up(name, error) from error
+
+    def run(*given: Tensor) -> Any:
+        try:
+            return compiled(*given)
+        except AssertionError as error:
+            raise _gave_up(name, error) from error
+
+    return run
+
+
+def _gave_up(name: str, error: Exception) -> CaptureError:
+    return CaptureError.of(
+        name,
+        "torch's compiler gave up on it; the state is unchanged.",
+        rows=[f"{type(error).__name__}: {words_of(error).strip().partition(chr(10))[0]}"],
+        fix='`lowering="aten"` runs the calls as they are.',
+    )
+
+
+class Results:
+    """What a compiled function has to return, by the trace.
+
+    Args:
+      name: Name of the step.
+      expected: Variables of the results.
+      paths: What the user calls them, as far as the user does.
+    """
+
+    def __init__(
+        self, name: str, expected: Sequence[Var], paths: Mapping[Var, str] = MappingProxyType({})
+    ) -> None:
+        self._name, self._expected, self._paths = name, expected, paths
+        # Places of results in other strides; None before the first run.
+        self._turned: list[int] | None = None
+
+    def as_traced(self, results: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the results of a run in the strides of the trace.
+
+        Dtypes, shapes and strides are the same in each run. They are asked for in the first one, before any result
+        becomes a leaf or a metric.
+
+        Raises:
+          MiscompileError: If dtypes or shapes differ.
+        """
+        if self._turned is None:
+            self._refuse_others(results)
+            self._turned = [
+                place
+                for place, (var, one) in enumerate(zip(self._expected, results, strict=False))
+                if _is_dense(var) and laid_out(one, var.spec.stride) is not one
+            ]
+        if not self._turned:
+            return results
+        laid = list(results)
+        for place in self._turned:
+            laid[place] = laid_out(laid[place], self._expected[place].spec.stride)
+        return laid
+
+    def _refuse_others(self, results: Sequence[Tensor]) -> None:
+        rows = [
+            f"{self._paths.get(var, f'value {var!r}')}  expected {var.spec}   "
+            f"got {str(one.dtype).removeprefix('torch.')}{list(one.shape)}"
+            for var, one in zip(self._expected, results, strict=False)
+            if (one.dtype, one.shape) != (var.spec.dtype, var.spec.shape)
+        ]
+        if rows:
+            raise miscompiled(
+                self._name,
+                "results of another kind; the state is unchanged.",
+                rows,
+                "The trace tells dtype and shape of each result, for all calls.",
+            )
+
+
+def _is_dense(var: Var) -> bool:
+    """Whether a value has no gaps and shares no element; copies of others are made so."""
+    pairs = [(step, size) for size, step in zip(var.spec.shape, var.spec.stride, strict=True) if size != 1]
+    reach = 1
+    for step, size in sorted(pairs):
+        if step != reach:
+            return False
+        reach *= size
+    return True
+
+
+class Head:
+    """A compiled function as an op: its results never alias an argument.
+
+    Args:
+      part: The program that it computes.
+      graph: What to compile.
+      compiler: ``compiler(graph_module, example_inputs) -> callable``.
+      takes: The variables of its arguments.
+      results: The variables of those of its results that are used.
+      metrics: How many of them leave the step; each of these gets separate memory.
+      known: Whether the compiler is the built-in one, whose results never alias an argument.
+      paths: As for :class:`Results`.
+
+    Attributes:
+      compiled: What the compiler returned; None before.
+      after: If there: called with the arguments and the results of each call.
+    """
+
+    def __init__(
+        self,
+        part: Program,
+        graph: fx.GraphModule,
+        compiler: Compiler,
+        *,
+        takes: Sequence[Var],
+        results: Sequence[Var],
+        metrics: int,
+        known: bool,
+        paths: Mapping[Var, str],
+    ) -> None:
+        self.part, self.graph, self.takes, self._compiler = part, graph, takes, compiler
+        self._results, self._metrics, self._known = results, metrics, known
+        self._expected = Results(part.function, results, paths)
+        self.compiled: Callable[..., Any] | None = None
+        self.after: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None
+
+    def __str__(self) -> str:
+        return f"compiled.{self.part.function.replace(' ', '_')}"
+
+    def compile(self, known: Mapping[Var, Tensor]) -> None:
+        """Compile it, unless it is; for those of its arguments that are known, and for others of their layout."""
+        if self.compiled is not None:
+            return
+        arguments = [by_itself(known[var]) if var in known else like(var) for var in self.takes]
+        with ordinary():
+            without_gradients()
+            self.compiled = self._compiler(self.graph, arguments)
+
+    def __call__(self, *arguments: Tensor) -> list[Tensor]:
+        assert self.compiled is not None
+        with ordinary():
+            without_gradients()
+            results = self.compiled(*arguments)[: len(self._results)]
+        results = self._expected.as_traced(results)
+        taken = set() if self._known else {storage_key(one) for one in arguments}
+        apart = []
+        for position, result in enumerate(results):
+            key = storage_key(result)
+            apart.append(result.clone() if key in taken else result)
+            if position < self._metrics:
+                taken.add(key)  # a compiler may return one buffer for two equal results
+        if self.after is not None:
+            self.after(arguments, apart)
+        return apart
+
+
+def head_of(
+    part: Program,
+    plan: Schedule,
+    compiler: Compiler | None,
+    device: torch.device,
+    step: str,
+    *,
+    entrance: Entrance | None = None,
+    handed_on: Sequence[Var] = (),
+    writes: Sequence[tuple[Var, Var]] = (),
+    metrics: int = 0,
+    in_order: bool = True,
+    suit: Callable[[fx.Graph], object] | None = None,
+) -> Head:
+    """Return a function that is still to be compiled.
+
+    Args:
+      part: What it computes.
+      plan: Its schedule.
+      compiler: Compiles it; None for inductor.
+      device: Where it runs.
+      step: Name of the step.
+      entrance: How the state enters, for a whole program; None for a part of one, whose results lie as traced.
+      handed_on: As for :func:`build_graph`, like ``writes``.
+      writes: Likewise.
+      metrics: How many of its first results leave the step.
+      in_order: Whether calls between ranks keep their order.
+      suit: Rewrites the graph in place.
+    """
+    given = entrance or Entrance([], {}, [])
+    graph = build_graph(part, plan, given, handed_on=handed_on, writes=writes, as_traced=entrance is None)
+    if suit is not None:
+        suit(graph.graph)
+        graph.recompile()
+    on_host = device.type == "cpu"
+    return Head(
+        part,
+        graph,
+        compiler or partial(by_inductor, step, on_host=on_host, small=False, in_order=in_order),
+        takes=given.takes(part),
+        results=[*plan.outputs, *handed_on],
+        metrics=metrics,
+        known=compiler is None,
+        paths={} if entrance is None else {var: path for path, var in part.named_results()},
+    )
+
+
+def checked(
+    part: Program, calls: list[Instr], compiler: Compiler | None, device: torch.device
+) -> list[Instr]:
+    """Return calls with the checks that inductor's kernels lack on a host."""
+    return check_values(part, calls) if device.type == "cpu" and compiler is None else calls
+
+
+class FunctionsPlan:
+    """Runs compiled functions among ATen calls, in the order of a schedule.
+
+    Args:
+      program: The program.
+      plan: Its schedule.
+      runs: The same, with calls of compiled functions in place of those that they compute.
+      device: Where it runs.
+      reference: The program as traced, which finds the user's line for an exception from a compiled function.
+      heads: The functions.
+      copies: As for :class:`ExecutionPlan`, like ``shared``.
+      shared: Likewise.
+      one_by_one: Whether each function is compared with its calls by itself.
+    Attributes:
+      times: How often a run calls each of the functions.
+    """
+
+    compiled = True
+    branches = ""
+    temporaries = 0
+
+    def __init__(
+        self,
+        program: Program,
+        plan: Schedule,
+        runs: Schedule,
+        device: torch.device,
+        reference: Reference,
+        heads: Sequence[Head],
+        *,
+        copies: bool = True,
+        shared: Sequence[str] = (),
+        one_by_one: bool = False,
+    ) -> None:
+        self._program, self._device, self._reference, self._heads = program, device, reference, heads
+        self.schedule, self.copies, self.shared, self.one_by_one = plan, copies, shared, one_by_one
+        self.functions, self._aten = len(heads), AtenPlan(program, runs)
+        calls = Counter(instr.op for instr in calls_of(runs.head) if isinstance(instr.op, Head))
+        self.times = [calls[head] for head in heads]
+
+    def as_text(self) -> str:
+        pairs = zip(self._heads, self.times, strict=True)
+        texts = [f"{head}, which runs {count(times, 'time')}:\n{head.graph.code}" for head, times in pairs]
+        return "\n".join([*texts, self._aten.as_text()])
+
+    def bind(self, buffers: Buffers) -> Run:
+        program = self._program
+        known = tensors_of(program, buffers, self._device)
+        for head in self._heads:
+            head.compile(known)
+        if not program.ranges:  # else their leaves have to lie in one slab
+            known = {var: by_itself(tensor) for var, tensor in known.items()}
+        buffers = Buffers(
+            [known[var] for var in program.slots],
+            [known[var] for var in program.inputs],
+            [known[constant.var] for constant in program.constants],
+        )
+        return self._aten.bind(buffers, partial(self._reference.raises_at, buffers))
+
+    @contextlib.contextmanager
+    def watched(self, see: See) -> Iterator[None]:
+        """Show the first and the last call that a run makes of each function: ``see(part, arguments, results)``."""
+        counts = Counter[Head]()
+
+        def after(head: Head, last: int, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+            counts[head] += 1
+            if counts[head] in (1, last):
+                see(head.part, arguments, results)
+
+        try:
+            for head, times in zip(self._heads, self.times, strict=True):
+                head.after = partial(after, head, times)
+            yield
+        finally:
+            for head in self._heads:
+                head.after = None
