@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import random
 import signal
@@ -49,10 +50,10 @@ Plant = Callable[[fx.Graph], None]
 
 
 def measured(one: Tensor, other: Tensor) -> float:
-    """How far apart two tensors are, as a norm."""
+    """How far apart two tensors are, as a norm; infinitely, if only one is finite somewhere."""
     distances = Distances()
     distances.add(0, one, other)
-    return float(distances.known(1)[0][0, 0])
+    return float(distances.known(1)[0][0].max())
 
 
 class Following(fcg.TrainState):
@@ -651,8 +652,8 @@ class Rerun:
         return None
 
 
-def test_what_rounding_once_made_infinite_is_compared_again() -> None:
-    """An overflow in a perturbed run explains any difference at that call alone, and zeros at the next are right."""
+def test_what_rounding_makes_infinite_may_be_so() -> None:
+    """At that call alone; and no other number is explained by it."""
     value = torch.tensor([1.0, 2.0])
     rerun = Rerun(value, torch.tensor([1.0, torch.inf]))
     judge, buffers = Judge(cast("Any", rerun), lambda flag: flag), Buffers((), (), ())
@@ -660,11 +661,12 @@ def test_what_rounding_once_made_infinite_is_compared_again() -> None:
     def compared(got: Tensor) -> list[Any]:
         return judge.compare([got], [rerun.value], buffers, lambda: None)
 
-    assert compared(torch.tensor([1.0, 2.5])) == []
+    assert compared(torch.tensor([1.0, torch.nan])) == []
+    assert "differs by 0.5 in norm" in str(compared(torch.tensor([1.0, 2.5]))[0])
     rerun.value, rerun.moved = torch.zeros(2), torch.zeros(2)
     assert compared(torch.zeros(2)) == []
     rerun.value, rerun.moved = value, value
-    assert "differs by 0.5" in str(compared(torch.tensor([1.0, 2.5]))[0])
+    assert "infinite or NaN in only one" in str(compared(torch.tensor([1.0, torch.nan]))[0])
     huge = Rerun(torch.tensor([1e200, -1e200], dtype=torch.float64), value)
     judge = Judge(cast("Any", huge), lambda flag: flag)
     assert judge.compare([huge.value], [huge.value], buffers, lambda: None) == []
@@ -696,6 +698,39 @@ def test_what_is_not_finite_is_as_good_as_itself(value: float) -> None:
     a = torch.tensor([1.0, value, 3.0])
     assert measured(a, a.clone()) == 0
     assert measured(a, torch.tensor([1.0, 2.0, 3.0])) == float("inf")
+
+
+def test_what_is_infinite_hides_no_other_difference() -> None:
+    distances = Distances()
+    distances.add(0, torch.tensor([1.0, math.nan, 3.0]), torch.tensor([4.0, 2.0, 7.0]))
+    assert distances.known(1)[0].tolist() == [[5.0, math.inf]]
+
+
+@pytest.mark.parametrize("off", [1.0, 1.01])
+def test_an_element_that_rounding_makes_infinite_explains_no_other(off: float) -> None:
+    """The difference of two equal values is zero, or anything near it, and its logarithm infinite, or NaN."""
+
+    def step_fn(state: Any, x: Tensor) -> Any:
+        metric = torch.stack([(x * 3.3 - x * 3.3).log(), (x * 1.3).sin()])
+        return {"w": state["w"] + x}, metric
+
+    def compiler(graph: fx.GraphModule, inputs: Any) -> Any:
+        def run(*args: Tensor) -> Any:
+            metric, *others = graph(*args)
+            return [metric * off, *others]
+
+        return run
+
+    step = fcg.graph_step(step_fn, lowering=compiler)
+    state, x = fcg.place({"w": torch.zeros(())}), torch.tensor(0.7)
+    if off == 1:
+        assert step(state, x)[1][0] == -math.inf
+        return
+    with pytest.raises(
+        fcg.MiscompileError, match=r"metrics  differs by .* in norm, of which rounding explains"
+    ):
+        step(state, x)
+    assert fcg.snapshot(state)["w"] == 0
 
 
 @pytest.mark.parametrize("device", HERE)

@@ -1,6 +1,7 @@
 """Distances: how far tensors are apart, measured for many small ones at a time.
 
-A distance is a row of two numbers, f64: the Euclidean norm of the difference, and its greatest element.
+A distance is a row of two numbers, f64: the Euclidean norm of the difference, and its greatest element. Where only one
+of two elements is finite, the second is infinite, and the norm is that of the other elements.
 """
 
 from __future__ import annotations
@@ -66,7 +67,6 @@ class Distances:
                 a, b, c, d = found[number]
                 found[number] = math.hypot(a, apart), max(b, greatest), math.hypot(c, size), max(d, largest)
         known, sizes = torch.tensor(found, dtype=torch.float64).view(count, 2, 2).unbind(1)
-        known = torch.where(known[:, :1].isfinite(), known, math.inf)
         known[self._unlike] = math.nan
         return known, sizes
 
@@ -92,12 +92,13 @@ class Distances:
         else:
             one, other = one.double(), other.double()
             same = (one == other) | (one.isnan() & other.isnan())
-            apart, size = (one - other).masked_fill_(same, 0.0), other.nan_to_num_(0.0, 0.0, 0.0)
+            apart = (one - other).masked_fill_(same, 0.0).nan_to_num_(math.inf, math.inf, math.inf)
+            size = other.nan_to_num_(0.0, 0.0, 0.0)
         counts = [_rows(piece) for piece in ones]
+        finite = apart.masked_fill(apart.isinf(), 0.0)
         norms = [
             _norms(torch.linalg.vector_norm(of, order, 1).split(counts), order)
-            for of in (apart, size)
-            for order in (2, math.inf)
+            for of, order in ((finite, 2), (apart, math.inf), (size, 2), (size, math.inf))
         ]
         self._measured.append((numbers, torch.stack([*map(torch.stack, norms)])))
 
