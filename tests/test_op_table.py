@@ -25,7 +25,10 @@ def test_each_name_is_an_op() -> None:
         (aten.mm.default, OpRow("matmul", product=True, library=True, once=True)),
         (aten.addmm_.default, OpRow("matmul", product=True, library=True, once=True)),
         (aten.scatter_add.default, OpRow("indexing")),
-        (aten.native_layer_norm_backward.default, OpRow("normalization", cancels=True, one_pass=True)),
+        (
+            aten.native_layer_norm_backward.default,
+            OpRow("normalization", cancels=True, one_pass=True, shapeless=True),
+        ),
         (aten.bernoulli_.float, OpRow("random", checks=True)),
         (aten.exp.default, OpRow()),
     ],

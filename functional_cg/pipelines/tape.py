@@ -17,7 +17,8 @@ from ..ambient.rehearsal import as_before, place, repeated, traced, unknown
 from ..errors import LayoutError
 from ..shards.reader import Reader
 from ..shards.tensor import Sharded, title
-from ..tensors.aten import LIFTS, tensors_in, written_arguments
+from ..tensors.aten import tensors_in, written_arguments
+from ..tensors.op_table import row_of
 from ..tensors.overlap import storage_key
 from ..transforms.debug import REPORTS
 
@@ -192,7 +193,7 @@ class Tape(TorchDispatchMode):
             out = None
         elif traced():
             out = func(*args, **kwargs)
-        elif func in LIFTS:
+        elif row_of(func).lifts:
             out = self._stand_in(args[0])
         else:
             args, kwargs = map_tensors(self._stand_in, args), map_tensors(self._stand_in, kwargs)
@@ -255,7 +256,7 @@ def play(tape: Tape, part: Part, values: dict[int, Any], region: tuple[str, int]
 
 
 def _made_again(tape: Tape, call: Call, values: Mapping[int, Tensor]) -> Any:
-    if call.op in LIFTS:  # a literal is another tensor each time, which may be written
+    if row_of(call.op).lifts:  # a literal is another tensor each time, which may be written
         with _disable_current_modes():
             literal = tape.original(call.args[0]).clone()
         return call.op(literal)

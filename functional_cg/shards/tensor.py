@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..errors import LayoutError, ReadOnlyError
-from ..tensors.aten import FUSED, named_arguments, tensors_in, written_arguments
+from ..tensors.aten import named_arguments, tensors_in, written_arguments
+from ..tensors.op_table import row_of
 from .placement import Placement
 from .reductions import REDUCTIONS, norms
 
@@ -24,16 +25,7 @@ __all__ = ["Sharded", "placed", "refuse_at_rest", "shard_of", "title"]
 
 aten = torch.ops.aten
 
-# Elementwise ops that are not tagged pointwise.
-_LIKE = frozenset(
-    {
-        "aten::_to_copy", "aten::alias", "aten::clone", "aten::copy", "aten::copy_", "aten::detach",
-        "aten::empty_like", "aten::fill", "aten::fill_", "aten::full_like", "aten::lift_fresh", "aten::ones_like",
-        "aten::zero_", "aten::zeros_like", "aten::nan_to_num", "aten::where",
-    }
-)  # fmt: skip
 _VIEWS = frozenset({"aten::view", "aten::_unsafe_view", "aten::unsqueeze", "aten::squeeze"})
-_BY_LISTS = (*FUSED, "aten::_foreach_")
 _IN_WORDS = MappingProxyType(
     {"aten._local_scalar_dense.default": "a number of the host, by `.item()`, `float()` or `if`"}
 )
@@ -84,7 +76,7 @@ class Sharded(Tensor):
             return _viewed(func, args, kwargs, sources[0])
         if not _same_elements(func):
             raise refused(sources[0], str(func))
-        if name.startswith(_BY_LISTS):
+        if row_of(func).lists:
             return _by_lists(func, args, kwargs)
         return _elementwise(func, args, kwargs, sources)
 
@@ -264,7 +256,8 @@ def _elementwise(
 def _same_elements(func: Any) -> bool:
     """Whether an op is elementwise."""
     name = func._schema.name
-    named_so = torch.Tag.pointwise in func.tags or name in _LIKE or name.startswith(_BY_LISTS)
+    row = row_of(func)
+    named_so = torch.Tag.pointwise in func.tags or row.by_place or row.lists
     return named_so and name not in _NOT_ELEMENTWISE
 
 

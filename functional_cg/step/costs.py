@@ -256,10 +256,10 @@ def kind_of(instr: Instr) -> str:
         return "collective"
     if any(part in name for part in _ATTENTION):
         return "attention"
-    kind = row_of(instr.op).kind
-    if kind is not None:
-        return kind
-    if torch.Tag.pointwise in instr.op.tags or name.startswith("_foreach_") or name.endswith("_backward"):
+    row = row_of(instr.op)
+    if row.kind is not None:
+        return row.kind
+    if torch.Tag.pointwise in instr.op.tags or row.lists or name.endswith("_backward"):
         return "elementwise"
     if torch.Tag.reduction in instr.op.tags:
         return "reduction"

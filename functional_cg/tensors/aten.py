@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .op_table import row_of
+
 __all__ = [
-    "FUSED",
-    "LIFTS",
-    "PUTS",
     "UNGROUPED",
     "adds_up",
     "argument",
@@ -40,24 +39,6 @@ __all__ = [
     "unwrapped",
     "written_arguments",
 ]
-
-# Name prefixes of fused optimizers; `aten::_fused_rms_norm` is not one.
-FUSED = ("aten::_fused_ada", "aten::_fused_sgd")
-# Ops that write a value into a tensor; the value may be a number on the host.
-PUTS = frozenset(
-    f"aten::{op}{end}" for op in "copy fill index_put masked_fill index_fill".split() for end in ("", "_")
-)
-# Ops that make a tensor of a program from one that a literal such as `torch.tensor([1, 2])` made.
-LIFTS = frozenset(
-    {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default, torch.ops.aten.lift_fresh_copy.default}
-)
-
-# Ops that make a tensor like another one, with values of their own.
-_LIKE = frozenset(
-    f"aten::{name}"
-    for name in """empty_like full_like ones_like zeros_like new_empty new_empty_strided new_full new_ones
-    new_zeros""".split()
-)
 
 # dtypes without a grouped copy on CUDA.
 UNGROUPED = frozenset({torch.uint16, torch.uint32, torch.uint64})
@@ -81,10 +62,6 @@ _IN_PLACE = frozenset(
 )
 
 _PROBABILITIES = ("p", "dropout_p", "dropout")
-
-_NEEDS_VALUE = frozenset(
-    {"aten::_local_scalar_dense", "aten::equal", "aten::allclose", "aten::is_nonzero", "aten::item"}
-)
 
 
 def is_batched(tensor: Tensor) -> bool:
@@ -204,7 +181,7 @@ def returns_view(func: Any) -> bool:
 
 def takes_layout(func: Any) -> bool:
     """Whether the op reads no values of its arguments: only shape, dtype and device."""
-    return full_name(func) in _LIKE
+    return row_of(func).fresh
 
 
 def can_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -226,7 +203,7 @@ def can_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def sync_reason(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return why the call needs the host, or an empty string."""
     name, tags = full_name(func), tags_of(func)
-    if name in _NEEDS_VALUE:
+    if row_of(func).asks:
         return "asks for the value of a tensor on the host"
     if name == "aten::repeat_interleave" and argument(func, "output_size", args, kwargs) is not None:
         return ""

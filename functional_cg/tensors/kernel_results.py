@@ -18,24 +18,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .aten import tensors_in
+from .op_table import row_of
 
 __all__ = ["KernelResults"]
 
-# Shapes of their operands say nothing to them but which dimensions are alike. Those of one element each are tagged.
-_SHAPELESS = frozenset(
-    f"aten::{name}"
-    for name in (
-        "_batch_norm_with_update _fused_rms_norm _fused_rms_norm_backward _log_softmax _log_softmax_backward_data "
-        "_native_batch_norm_legit _softmax _softmax_backward_data addr batch_norm_backward "
-        "binary_cross_entropy_backward "
-        "elu_backward floor_divide gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward "
-        "hardtanh_backward huber_loss huber_loss_backward leaky_relu_backward log_sigmoid_backward log_sigmoid_forward "
-        "mish_backward mse_loss_backward native_batch_norm native_batch_norm_backward native_dropout_backward "
-        "native_group_norm native_layer_norm native_layer_norm_backward sigmoid_backward silu_backward "
-        "smooth_l1_loss_backward soft_margin_loss softplus_backward "
-        "softshrink_backward tanh_backward threshold_backward"
-    ).split()
-)
 _FEW = 2  # elements in each dimension
 _Layout = tuple[tuple[int, ...], torch.dtype] | None  # strides and dtype of a tensor
 
@@ -120,7 +106,7 @@ def _runs_on_few(func: Any) -> bool:
 
     Cached: a schema takes longer to read than an op to trace.
     """
-    shapeless = torch.Tag.pointwise in func.tags or func._schema.name in _SHAPELESS
+    shapeless = torch.Tag.pointwise in func.tags or row_of(func).shapeless
     written = any(result.alias_info is not None for result in func._schema.returns)
     return shapeless and not written and torch.Tag.nondeterministic_seeded not in func.tags
 

@@ -16,6 +16,13 @@ A row names ops, the kind under which costs list them (``-`` for none of its own
 ``checks``            Checks numbers of any dtype, or reads memory where they say.
 ``untagged``          Elementwise, though torch does not tag it so, or makes a value of nothing.
 ``one_pass``          A kernel computes it in one pass over its arguments, or two.
+``shapeless``         Shapes of its arguments say nothing to it but which dimensions are alike.
+``by_place``          Makes each element for the one at its place in an argument, though torch does not tag it so.
+``fresh``             Makes a tensor like an argument, of which it reads no number.
+``puts``              Writes a value into a tensor; it may be a number on the host.
+``lifts``             Makes a tensor of a program from one that a literal such as ``torch.tensor([1, 2])`` made.
+``asks``              Asks for a number on the host.
+``lists``             Does the same for each tensor of its lists.
 ====================  =====================================================================================
 
 A name that ends with ``*`` stands for all that begin like it, and an op in place has the rows of the one out of place.
@@ -41,7 +48,8 @@ _scaled_mm _int_mm                          matmul
 convolution                                 convolution    product library
 convolution_backward                        convolution    library
 convolution* _slow_conv*                    convolution
-_fused_ada* _fused_sgd*                     optimizer
+_fused_ada* _fused_sgd*                     optimizer      lists
+_foreach_*                                  -              lists
 
 add sub mul sum                             -              once
 div                                         -              once
@@ -101,6 +109,25 @@ binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_log
 huber_loss huber_loss_backward mse_loss mse_loss_backward soft_margin_loss                       -    one_pass
 smooth_l1_loss smooth_l1_loss_backward soft_margin_loss_backward                                 -    one_pass
 avg_pool2d_backward max_pool2d_with_indices_backward upsample_nearest2d_backward _unsafe_view    -    one_pass
+
+_batch_norm_with_update _native_batch_norm_legit native_batch_norm native_batch_norm_backward    -    shapeless
+batch_norm_backward native_layer_norm native_layer_norm_backward native_group_norm              -    shapeless
+_fused_rms_norm _fused_rms_norm_backward native_dropout_backward                                -    shapeless
+_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data addr floor_divide       -    shapeless
+elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward          -    shapeless
+hardtanh_backward leaky_relu_backward log_sigmoid_forward log_sigmoid_backward mish_backward    -    shapeless
+sigmoid_backward silu_backward softplus_backward softshrink_backward tanh_backward              -    shapeless
+threshold_backward binary_cross_entropy_backward huber_loss huber_loss_backward                 -    shapeless
+mse_loss_backward smooth_l1_loss_backward soft_margin_loss                                      -    shapeless
+
+_to_copy alias clone copy detach zero nan_to_num where    -    by_place
+fill                                        -              by_place puts
+copy index_put masked_fill index_fill       -              puts
+lift_fresh                                  -              by_place lifts
+lift lift_fresh_copy                        -              lifts
+empty_like full_like ones_like zeros_like   -              by_place fresh
+new_empty new_empty_strided new_full new_ones new_zeros    -    fresh
+_local_scalar_dense equal allclose is_nonzero item         -    asks
 """
 _OURS = ("aten", "prims", "fcg")
 
@@ -123,6 +150,13 @@ class OpRow:
     checks: bool = False
     untagged: bool = False
     one_pass: bool = False
+    shapeless: bool = False
+    by_place: bool = False
+    fresh: bool = False
+    puts: bool = False
+    lifts: bool = False
+    asks: bool = False
+    lists: bool = False
 
 
 def row_of(op: Any) -> OpRow:

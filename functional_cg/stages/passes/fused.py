@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from ...tensors.aten import FUSED, named_arguments
+from ...tensors.aten import named_arguments
+from ...tensors.op_table import row_of
 from ..program import Instr, Program, Var, vars_in
 from .min_cut import is_cheap, is_fused
 
@@ -31,7 +32,7 @@ _FEW = 4  # leaves that are not worth a launch of their own
 def written_pairs(instr: Instr) -> list[tuple[str, Var, Var]] | None:
     """Return what a functional fused optimizer op writes, as (name, argument, result); None for other ops."""
     schema = instr.op._schema
-    if not schema.name.startswith(FUSED) or schema.is_mutable or instr.kwargs.get("grad_scale"):
+    if row_of(instr.op).kind != "optimizer" or schema.is_mutable or instr.kwargs.get("grad_scale"):
         return None
     names = [result.name.removesuffix("_out") for result in schema.returns]
     arguments = {a.name: i for i, a in enumerate(schema.arguments)}
@@ -103,9 +104,8 @@ def _is_light(leaf: Var, grad: Var, makers: Mapping[Var, Instr], readers: Mappin
 
 def group_size(instr: Instr) -> int:
     """Return the length of the lists that a call may be split by; 0 if it is one call for other reasons."""
-    grouped = instr.op._schema.name.startswith((*FUSED, "aten::_foreach_"))
     lengths = {len(one) for one in _lists(instr)} - {0}
-    return next(iter(lengths)) if grouped and not instr.writes and len(lengths) == 1 else 0
+    return next(iter(lengths)) if row_of(instr.op).lists and not instr.writes and len(lengths) == 1 else 0
 
 
 def at_places(instr: Instr, places: Sequence[int]) -> Instr:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from ...messages.source import Location
-from ...tensors.aten import FUSED, takes_layout
+from ...tensors.aten import takes_layout
+from ...tensors.op_table import row_of
 from ..keys import draws_among, shared_keys
 from ..program import Instr, Program, Var, live
 from ..template import Template
@@ -223,7 +224,7 @@ def _same_kind(instr: Instr) -> Iterator[tuple[Var, Var]]:
     schema = instr.op._schema
     if takes_layout(instr.op):
         return
-    unscaled = schema.name.startswith(FUSED) and not instr.kwargs.get("grad_scale")
+    unscaled = row_of(instr.op).kind == "optimizer" and not instr.kwargs.get("grad_scale")
     several = len(schema.returns) > 1
     columns = zip(schema.returns, instr.out, strict=True) if several else [(None, instr.out)]
     for number, (said, out) in itertools.product(range(len(instr.args)), list(columns)):

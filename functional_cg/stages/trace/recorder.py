@@ -27,8 +27,9 @@ from ...shards.reader import Reader
 from ...shards.tensor import Sharded
 from ...state.arena import BufferSpec
 from ...state.boundary import mesh_of
-from ...tensors.aten import LIFTS, PUTS, full_name, tensors_in, written_arguments
+from ...tensors.aten import tensors_in, written_arguments
 from ...tensors.fake_mode import FakeMode
+from ...tensors.op_table import row_of
 from ...tensors.overlap import storage_key
 from ...transforms.debug import REPORTS
 from ...tree import KeyPath, path_string
@@ -201,11 +202,12 @@ class Recorder(TorchDispatchMode):
         if func in REPORTS:
             self.program.reports.append(Report(func, tuple(args[:-1]), tuple(self._freeze(list(args[-1])))))
             return None
-        if func in LIFTS and not isinstance(args[0], FakeTensor):
+        row = row_of(func)
+        if row.lifts and not isinstance(args[0], FakeTensor):
             return self._literal(args[0])
         if self.declared or self.met.fixed:
             args, kwargs = self._with_constants(args), self._with_constants(kwargs)
-        if full_name(func) in PUTS:
+        if row.puts:
             args = self._from_here(args)
         tensors = list(tensors_in([*args, *kwargs.values()]))
         refuse_layouts(self.program.function, func, tensors)
