@@ -174,6 +174,17 @@ def in_decimals(x: Tensor, _: Tensor) -> Any:
     return (*rounded, half.round())
 
 
+def with_numbers(x: Tensor, _: Tensor) -> Any:
+    """Numbers that half precision does not hold: some kernels round them, and others compute with them as they are."""
+    out: list[Tensor] = []
+    for half in ((x * 300).to(BF16), (x * 300).to(F16)):
+        for number in (0.1, 257, 4097):
+            out += [half + number, half - number, number - half, half * number, half % number, half >= number]
+            out += [torch.fmod(half, number), torch.add(half, half, alpha=number), half.clamp(max=number)]
+            out += [torch.nn.functional.softshrink(half, number), half.clone().sub_(number), half // number]
+    return out
+
+
 def with_integers(x: Tensor, _: Tensor) -> Any:
     """Integers become halves before a call computes with them."""
     whole = (x * 1000).long() + 2000
@@ -209,7 +220,8 @@ def of_differences(x: Tensor, number: Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    "fn", [compared, promoted_by_dimensions, in_decimals, with_integers, by_powers, of_differences]
+    "fn",
+    [compared, promoted_by_dimensions, in_decimals, with_integers, with_numbers, by_powers, of_differences],
 )
 @compiled
 def test_numbers_and_dtypes_are_those_of_torchs_kernels(

@@ -706,6 +706,24 @@ def test_what_is_infinite_hides_no_other_difference() -> None:
     assert distances.known(1)[0].tolist() == [[5.0, math.inf]]
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: F.interpolate(x.half()[None], scale_factor=2, mode="linear"),
+        lambda x: F.multi_margin_loss((x.half() @ x.half().T).float(), torch.arange(4)),
+        fcg.grad(lambda x: F.smooth_l1_loss(x.half() @ x.half().T, (x @ x.T).half(), beta=0.3).float()),
+    ],
+    ids=["interpolated", "margins", "gradient of a loss"],
+)
+def test_what_a_kernel_makes_of_infinity_may_be_its_own(fn: Callable[[Tensor], Tensor]) -> None:
+    """Its formula may make NaN of it, or the other way round; the values of the calls are finite."""
+    step = fcg.graph_step(lambda s, x: ({"n": s["n"] + 1}, fn(x)), lowering="inductor")
+    state = fcg.place({"n": torch.zeros(())})
+    for call in range(2):
+        state, metric = step(state, torch.randn(4, 8, generator=torch.Generator().manual_seed(call)))
+        assert bool(metric.isfinite().all())
+
+
 @pytest.mark.parametrize("off", [1.0, 1.01])
 def test_an_element_that_rounding_makes_infinite_explains_no_other(off: float) -> None:
     """The difference of two equal values is zero, or anything near it, and its logarithm infinite, or NaN."""

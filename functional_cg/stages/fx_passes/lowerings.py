@@ -18,6 +18,8 @@ from .updates import UPDATE, Kind, as_calls
 
 __all__ = ["compiler_pass", "register_lowerings"]
 
+_SUMS = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor})
+
 
 def compiler_pass(more: str = "") -> Any:
     """Wrap :func:`keep_old_values` as inductor's last pass before it decides what runs in place.
@@ -116,15 +118,16 @@ def _rounded(value: Any, dtype: torch.dtype) -> Any:
     """Lower ``fcg::rounded`` in inductor: to the dtype, and back to that in which all that reads it computes."""
     from torch._inductor import ir
     from torch._inductor.lowering import make_pointwise
-    from torch._inductor.virtualized import ops
+    from torch._inductor.virtualized import V, ops
 
     wide = value.get_dtype()
     if wide == dtype and isinstance(_memory(value), (ir.InputBuffer, ir.ConstantBuffer, ir.ExternKernel)):
         return value  # it was rounded when it was stored
     on_host = value.get_device().type == "cpu"
+    hides = not on_host and wide in (*HALF, torch.float32) and _may_multiply(V.graph.current_node)
 
     def rounded(one: Any) -> Any:
-        if not on_host and wide in (*HALF, torch.float32):
+        if hides:
             # Triton's compiler takes a product of halves in single precision, rounded, for a product in half precision,
             # and then a sum of that for one operation, which does not round the product. It does not look into this.
             one = ops.inline_asm_elementwise(
@@ -138,6 +141,13 @@ def _rounded(value: Any, dtype: torch.dtype) -> Any:
         return ops.to_dtype(half, dtype)
 
     return make_pointwise(rounded, override_return_dtype=dtype)(value)
+
+
+def _may_multiply(call: fx.Node) -> bool:
+    """Whether the value that a call of ``fcg::rounded`` rounds may be a product: it is no argument, and no sum."""
+    source = call.args[0]
+    is_other = isinstance(source, fx.Node) and (source.op == "placeholder" or source.target in _SUMS)
+    return call.target is not ROUNDED or not is_other
 
 
 def _updated(formula: str, old: Sequence[Any], values: Sequence[Any], numbers: Sequence[float]) -> list[Any]:

@@ -40,10 +40,6 @@ _EXACT = frozenset(
         LATER,
     }
 )
-_COMPARISONS = frozenset(
-    {_aten.eq.Scalar, _aten.ne.Scalar, _aten.lt.Scalar, _aten.le.Scalar, _aten.gt.Scalar, _aten.ge.Scalar}
-)
-
 # Their CPU kernels read a second operand without dimensions in single precision.
 _SINGLE_ON_A_HOST = frozenset({_aten.mul.Tensor, _aten.div.Tensor, _aten.div.Tensor_mode})
 
@@ -84,7 +80,7 @@ def keep_roundings(graph: fx.Graph) -> bool:
 def _round_operands(graph: fx.Graph, node: fx.Node) -> bool:
     """Round the operands that an elementwise call casts to half precision before it computes.
 
-    These are operands without dimensions if others have some, integers, and the number that a tensor is compared with.
+    These are operands without dimensions if others have some, and integers.
 
     Returns:
       Whether there are any such tensors.
@@ -111,8 +107,6 @@ def _round_operands(graph: fx.Graph, node: fx.Node) -> bool:
             rounded = graph.call_function(ROUNDED, (one, dtype))
         rounded.meta["val"] = value.to(dtype)
         node.replace_input_with(one, rounded)
-    if node.target in _COMPARISONS and isinstance(node.args[1], float):
-        node.args = (node.args[0], torch.tensor(node.args[1], dtype=dtype).item())
     return bool(wide)
 
 

@@ -17,6 +17,7 @@ from ..layouts import laid_out
 from ..passes.division import division_of
 from ..passes.float8 import overflow_of, to_float8
 from ..passes.formulas import FORMULAS, WITH_SCALARS
+from ..passes.literals import as_held
 from ..program import Instr, Program, SlotRange, Var, map_vars, vars_in, written_storages
 from ..schedule import Schedule
 
@@ -178,7 +179,7 @@ def _add_calls(
                     assign(item, graph.call_function(operator.getitem, (value, i)))
 
     scalars: list[fx.Node] = []
-    for instr in head:
+    for instr in map(as_held, head):
         kwargs = {name: map_vars(node, value) for name, value in instr.kwargs.items()}
         if instr.op is _AS_STRIDED:
             source, size, stride, *given = (*instr.args, *kwargs.values())

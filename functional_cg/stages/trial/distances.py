@@ -20,6 +20,7 @@ _CHUNK = 2**20  # elements to measure at a time
 # Elements that a first reduction takes together: all of a GPU reduces, whatever tensor they are of.
 _ROW = 2**8
 _FLOOR = 2.0  # ulps
+_FAR = 1e300
 _norms = torch.ops.aten._foreach_norm.Scalar
 
 
@@ -67,6 +68,7 @@ class Distances:
                 a, b, c, d = found[number]
                 found[number] = math.hypot(a, apart), max(b, greatest), math.hypot(c, size), max(d, largest)
         known, sizes = torch.tensor(found, dtype=torch.float64).view(count, 2, 2).unbind(1)
+        known[known > _FAR / 2] = math.inf
         known[self._unlike] = math.nan
         return known, sizes
 
@@ -91,16 +93,22 @@ class Distances:
             size = torch.zeros_like(apart)
         else:
             one, other = one.double(), other.double()
-            same = (one == other) | (one.isnan() & other.isnan())
-            apart = (one - other).masked_fill_(same, 0.0).nan_to_num_(math.inf, math.inf, math.inf)
-            size = other.nan_to_num_(0.0, 0.0, 0.0)
+            size = other.nan_to_num(0.0, 0.0, 0.0)
+            apart = _all_finite(one).sub_(_all_finite(other))
         counts = [_rows(piece) for piece in ones]
-        finite = apart.masked_fill(apart.isinf(), 0.0)
+        finite = apart - torch.nn.functional.hardshrink(
+            apart, _FAR / 2
+        )  # which keeps what is farther than that
         norms = [
             _norms(torch.linalg.vector_norm(of, order, 1).split(counts), order)
             for of, order in ((finite, 2), (apart, math.inf), (size, 2), (size, math.inf))
         ]
         self._measured.append((numbers, torch.stack([*map(torch.stack, norms)])))
+
+
+def _all_finite(numbers: Tensor) -> Tensor:
+    """Replace, in place, what is not finite by numbers far from all others, and from each other."""
+    return numbers.nan_to_num_(2 * _FAR, _FAR, -_FAR)
 
 
 def _rows(piece: Tensor) -> int:

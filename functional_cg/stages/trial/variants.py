@@ -82,7 +82,7 @@ class Finite:
     def __init__(self) -> None:
         self._flags: list[Tensor] = []
         self._flag_of: dict[Var, int] = {}
-        self._rows: list[tuple[Sequence[int], Sequence[int]]] = []
+        self._rows: list[tuple[Sequence[int], Sequence[int], Instr]] = []
 
     def __call__(self, instr: Instr, made: Sequence[tuple[Var, Tensor]]) -> None:
         read, wide = [self._flag_of[var] for var in instr.inputs() if var in self._flag_of], []
@@ -93,17 +93,31 @@ class Finite:
                 self._flag_of[var] = len(self._flags)
                 wide += [] if once and tensor.itemsize == 2 else [len(self._flags)]
                 self._flags.append(tensor.isfinite().all())
-        self._rows.append((read, wide))
+        self._rows.append((read, wide, instr))
 
     def ends(self) -> set[int]:
         """Return the numbers of the calls at which finite numbers end."""
-        known = (
-            torch.stack([one.to(self._flags[0].device) for one in self._flags]).tolist()
-            if self._flags
-            else []
-        )
+        known = self._known()
         return {
             number
-            for number, (read, made) in enumerate(self._rows)
+            for number, (read, made, _) in enumerate(self._rows)
             if all(known[one] for one in read) and not all(known[one] for one in made)
         }
+
+    def unclear(self) -> set[int]:
+        """Return the storages whose numbers depend on what a call of several operations makes of infinity.
+
+        A kernel that interpolates multiplies it by zero where a formula does not.
+        """
+        known, found = self._known(), set[int]()
+        for read, _, instr in self._rows:
+            row = row_of(instr.op)
+            passes_on = row.once or row.moves or row.decides or instr.is_view or instr.by_element
+            new = not passes_on and not all(known[one] for one in read)
+            if new or not found.isdisjoint(var.storage for var in instr.inputs()):
+                found.update(var.storage for var in (*instr.outputs(), *instr.writes))
+        return found
+
+    def _known(self) -> list[bool]:
+        here = self._flags[0].device if self._flags else None
+        return torch.stack([one.to(here) for one in self._flags]).tolist() if self._flags else []
