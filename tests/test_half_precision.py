@@ -185,6 +185,13 @@ def with_numbers(x: Tensor, _: Tensor) -> Any:
     return out
 
 
+def embedded(x: Tensor, _: Tensor) -> Any:
+    """Thousands of equal terms for a row: their sum stops growing where each of them is rounded."""
+    index, ones = ((x * 10).long() % 2).repeat(70), torch.ones(70 * 64, 3, device=x.device)
+    backward = torch.ops.aten.embedding_dense_backward
+    return [backward(ones.to(half), index, 4, 1, False) for half in (BF16, F16)]
+
+
 def with_integers(x: Tensor, _: Tensor) -> Any:
     """Integers become halves before a call computes with them."""
     whole = (x * 1000).long() + 2000
@@ -221,7 +228,16 @@ def of_differences(x: Tensor, number: Tensor) -> Any:
 
 @pytest.mark.parametrize(
     "fn",
-    [compared, promoted_by_dimensions, in_decimals, with_integers, with_numbers, by_powers, of_differences],
+    [
+        compared,
+        promoted_by_dimensions,
+        in_decimals,
+        with_integers,
+        with_numbers,
+        by_powers,
+        embedded,
+        of_differences,
+    ],
 )
 @compiled
 def test_numbers_and_dtypes_are_those_of_torchs_kernels(

@@ -153,6 +153,14 @@ def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     return x.clone().masked_fill_(chosen.view(-1, *[1] * (x.dim() - 1 - dim % x.dim())), value)
 
 
+def _embedding_dense_backward(grads: Tensor, index: Tensor, rows: int, padding: int, *rest: Any) -> Any:
+    """As torch's kernels of a host, which round each sum of a row in half precision; its formula rounds once."""
+    if grads.dtype not in HALF or _on_gpu(grads) or rest != (False,):
+        return torch.ops.aten.embedding_dense_backward(grads, index, rows, padding, *rest)
+    counted = grads.masked_fill((index == padding)[..., None], 0.0)
+    return grads.new_zeros(rows, grads.shape[-1]).index_put((index,), counted, accumulate=True)
+
+
 def _zero_tangent(size: Sequence[int], **options: Any) -> Tensor:
     """Zeros with memory, which compiled kernels need; torch's own product of such a tensor and infinity is 0."""
     return torch.zeros(size, **options)
@@ -288,6 +296,7 @@ def _nextafter(x: Tensor, other: Tensor) -> Tensor:
 FORMULAS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "aten::_efficientzerotensor": _zero_tangent,
+        "aten::embedding_dense_backward": _embedding_dense_backward,
         "aten::_fused_adam": _adam_coupled,
         "aten::_fused_adamw": _adam_decoupled,
         "aten::_fused_sgd": _sgd,
