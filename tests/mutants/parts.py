@@ -13,7 +13,12 @@ PARTS = (
     Mutant(
         "N140",
         "parts share a function although their calls are on other values",
-        (("frozen(instr.args, numbers.__getitem__),", "frozen(instr.args, lambda var: var.spec),"),),
+        (
+            (
+                "frozen_call(instr, numbers.__getitem__) for instr in self.calls)\n        handed_on",
+                "frozen_call(instr, lambda var: var.spec) for instr in self.calls)\n        handed_on",
+            ),
+        ),
         (f"{TESTS}test_blocks_that_only_look_alike_share_nothing[the same calls on other values]",),
         no_gpu=NO_GPU,
     ),
