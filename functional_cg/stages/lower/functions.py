@@ -6,7 +6,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -73,13 +72,11 @@ class Results:
     Args:
       name: Name of the step.
       expected: Variables of the results.
-      paths: What the user calls them, as far as the user does.
+      program: The program, which knows what its results are called.
     """
 
-    def __init__(
-        self, name: str, expected: Sequence[Var], paths: Mapping[Var, str] = MappingProxyType({})
-    ) -> None:
-        self._name, self._expected, self._paths = name, expected, paths
+    def __init__(self, name: str, expected: Sequence[Var], program: Program | None = None) -> None:
+        self._name, self._expected, self._program = name, expected, program
         # Places of results in other strides; None before the first run.
         self._turned: list[int] | None = None
 
@@ -107,8 +104,9 @@ class Results:
         return laid
 
     def _refuse_others(self, results: Sequence[Tensor]) -> None:
+        known = {} if self._program is None else {var: path for path, var in self._program.named_results()}
         rows = [
-            f"{self._paths.get(var, f'value {var!r}')}  expected {var.spec}   "
+            f"{known.get(var, f'value {var!r}')}  expected {var.spec}   "
             f"got {str(one.dtype).removeprefix('torch.')}{list(one.shape)}"
             for var, one in zip(self._expected, results, strict=False)
             if (one.dtype, one.shape) != (var.spec.dtype, var.spec.shape)
@@ -144,7 +142,7 @@ class Head:
       results: The variables of those of its results that are used.
       metrics: How many of them leave the step; each of these gets separate memory.
       known: Whether the compiler is the built-in one, whose results never alias an argument.
-      paths: As for :class:`Results`.
+      program: As for :class:`Results`.
 
     Attributes:
       compiled: What the compiler returned; None before.
@@ -161,11 +159,11 @@ class Head:
         results: Sequence[Var],
         metrics: int,
         known: bool,
-        paths: Mapping[Var, str],
+        program: Program | None,
     ) -> None:
         self.part, self.graph, self.takes, self._compiler = part, graph, takes, compiler
         self._results, self._metrics, self._known = results, metrics, known
-        self._expected = Results(part.function, results, paths)
+        self._expected = Results(part.function, results, program)
         self.compiled: Callable[..., Any] | None = None
         self.after: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None
 
@@ -242,7 +240,7 @@ def head_of(
         results=[*plan.outputs, *handed_on],
         metrics=metrics,
         known=compiler is None,
-        paths={} if entrance is None else {var: path for path, var in part.named_results()},
+        program=None if entrance is None else part,
     )
 
 

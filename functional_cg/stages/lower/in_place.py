@@ -76,8 +76,7 @@ class InPlacePlan:
         self._graph.recompile()
         self._compiled: Callable[..., Any] | None = None
         self._launches: Launches | None = None
-        paths = {var: path for path, var in program.named_results()}
-        self._expected = Results(program.function, [*plan.outputs, *self._handed_on], paths)
+        self._expected = Results(program.function, [*plan.outputs, *self._handed_on], program)
         self.timeline, self.temporaries = replace(in_line(()), estimated=spread is not None), 0
         self.branches = f"branches: none, {why}" if why else ""
         if spread is not None:
