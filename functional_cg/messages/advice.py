@@ -19,6 +19,7 @@ __all__ = [
     "TABLE",
 ]
 
+BINS = "weights stand in place of the ones, and their dtype is that of the zeros"
 OR_OUTSIDE = "or return the value in `metrics` and decide outside of the step"
 WITHOUT_IF = (
     "leave out the `if`: what follows then runs at each call, and keeps what it does not apply to, "
@@ -66,7 +67,7 @@ FUNCTIONS = _table("""
     debug info warning error critical exception | LOG
     copy dumps dump save | `{x}.clone()` copies it; to save it, return it in `metrics`
     data_ptr | ADDRESS
-    bincount | with `n` bins, `torch.zeros(n, dtype={x}.dtype).scatter_add(0, {x}, torch.ones_like({x}))`
+    bincount | with `n` bins, `torch.zeros(n, dtype={x}.dtype).scatter_add(0, {x}, torch.ones_like({x}))`; BINS
     equal | `({x} == {y}).all()` stays a tensor; select with `torch.where`, or return it in `metrics`
     allclose | `torch.isclose({x}, {y}).all()` stays a tensor; select with `torch.where`, or return it in `metrics`
     pack_padded_sequence pack_sequence | PACKED
@@ -75,7 +76,7 @@ FUNCTIONS = _table("""
     full | a tensor as the value is read on the host: write `{y}.expand(shape)`; a size comes from `.shape`
     arange zeros ones empty rand randn linspace eye new_zeros new_ones new_empty | SIZE
     view reshape expand repeat tile narrow split tensor_split chunk unflatten | SIZE
-""".replace("ELSE", OR_OUTSIDE).replace("LOG", LOG).replace("ADDRESS", ADDRESS).replace(
+""".replace("BINS", BINS).replace("ELSE", OR_OUTSIDE).replace("LOG", LOG).replace("ADDRESS", ADDRESS).replace(
     "SIZE",
     "shapes are fixed at capture: take the size from `.shape` or a static argument, and mask with `torch.where`",
 ).replace(

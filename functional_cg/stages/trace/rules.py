@@ -367,7 +367,10 @@ class Rules:
         fix = fix or spelled
         if inputs:
             names = " and ".join(f"`{name}`" for name in inputs)
-            fix = f"{fix or _DECIDE_OUTSIDE}; if {names} never changes, close over it and declare it, `constants=`"
+            them = "never changes, close over it and declare it"
+            if len(inputs) > 1:
+                them = "never change, close over them and declare them"
+            fix = f"{fix or _DECIDE_OUTSIDE}; if {names} {them}, `constants=`"
         elif owner.isidentifier() and "shape" not in reason:  # what was passed may have been a Python flag
             else_fix = fix or _DECIDE_OUTSIDE
             fix = f'if `{owner}` is a Python value that chooses code, `static_argnames=("{owner}",)`; else {else_fix}'
