@@ -724,6 +724,21 @@ def test_what_a_kernel_makes_of_infinity_may_be_its_own(fn: Callable[[Tensor], T
         assert bool(metric.isfinite().all())
 
 
+def test_what_reads_infinity_at_each_call_is_compared_on_other_values() -> None:
+    """As a softmax of masked scores does, before a gate that the first batch leaves closed."""
+
+    def step_fn(state: Any, x: Tensor) -> Any:
+        scores = x.abs().masked_fill(torch.eye(4, dtype=torch.bool), -math.inf)
+        return {"n": state["n"] + 1}, (scores.softmax(-1) * x.relu()).sum()
+
+    def compiler(graph: fx.GraphModule, inputs: Any) -> Any:
+        return lambda *args: [graph(*args)[0] * 0, *graph(*args)[1:]]
+
+    step = fcg.graph_step(step_fn, lowering=compiler)
+    with pytest.raises(fcg.MiscompileError):
+        step(fcg.place({"n": torch.zeros(())}), torch.linspace(-3, -1, 16).view(4, 4))
+
+
 @pytest.mark.parametrize("off", [1.0, 1.01])
 def test_an_element_that_rounding_makes_infinite_explains_no_other(off: float) -> None:
     """The difference of two equal values is zero, or anything near it, and its logarithm infinite, or NaN."""

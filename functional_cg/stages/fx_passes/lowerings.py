@@ -145,9 +145,8 @@ def _rounded(value: Any, dtype: torch.dtype) -> Any:
 
 def _may_multiply(call: fx.Node) -> bool:
     """Whether the value that a call of ``fcg::rounded`` rounds may be a product: it is no argument, and no sum."""
-    source = call.args[0]
-    is_other = isinstance(source, fx.Node) and (source.op == "placeholder" or source.target in _SUMS)
-    return call.target is not ROUNDED or not is_other
+    source = call.args[0] if call.target is ROUNDED else None  # else it is a part of a formula
+    return not isinstance(source, fx.Node) or not (source.op == "placeholder" or source.target in _SUMS)
 
 
 def _updated(formula: str, old: Sequence[Any], values: Sequence[Any], numbers: Sequence[float]) -> list[Any]:

@@ -21,7 +21,7 @@ from ..passes.bounds import check_values
 from ..plan import AtenPlan, Buffers, Run
 from ..program import Instr, Program, Var
 from ..schedule import Schedule
-from ..template import calls_of
+from ..template import Template
 from ..trial.judge import miscompiled
 from ..trial.reference import Reference
 from ..trial.trial import See
@@ -288,7 +288,8 @@ class FunctionsPlan:
         self._program, self._device, self._reference, self._heads = program, device, reference, heads
         self.schedule, self.copies, self.shared, self.one_by_one = plan, copies, shared, one_by_one
         self.functions, self._aten = len(heads), AtenPlan(program, runs)
-        calls = Counter(instr.op for instr in calls_of(runs.head) if isinstance(instr.op, Head))
+        runs_of = (instr.op.calls if isinstance(instr.op, Template) else [instr] for instr in runs.head)
+        calls = Counter(instr.op for every in runs_of for instr in every if isinstance(instr.op, Head))
         self.times = [calls[head] for head in heads]
 
     def as_text(self) -> str:

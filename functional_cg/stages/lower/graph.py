@@ -179,7 +179,8 @@ def _add_calls(
                     assign(item, graph.call_function(operator.getitem, (value, i)))
 
     scalars: list[fx.Node] = []
-    for instr in map(as_held, head):
+    for call in head:
+        instr = as_held(call)
         kwargs = {name: map_vars(node, value) for name, value in instr.kwargs.items()}
         if instr.op is _AS_STRIDED:
             source, size, stride, *given = (*instr.args, *kwargs.values())
@@ -200,7 +201,7 @@ def _add_calls(
             value = graph.call_function(target, args, kwargs)
             if narrow is not None:
                 value = graph.call_function(_TO_COPY, (value,), {"dtype": narrow})
-        value.meta["call"] = instr
+        value.meta["call"] = call
         assign(instr.out, value)
         for out in instr.outputs():
             roots[out] = next((roots[var] for var in instr.inputs() if var.storage == out.storage), out)

@@ -154,7 +154,7 @@ def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
 
 
 def _embedding_dense_backward(grads: Tensor, index: Tensor, rows: int, padding: int, *rest: Any) -> Any:
-    """As torch's kernels of a host, which round each sum of a row in half precision; its formula rounds once."""
+    """As a host's kernel, which in half precision rounds after each addition; the compiler's formula rounds once."""
     if grads.dtype not in HALF or _on_gpu(grads) or rest != (False,):
         return torch.ops.aten.embedding_dense_backward(grads, index, rows, padding, *rest)
     counted = grads.masked_fill((index == padding)[..., None], 0.0)
@@ -296,11 +296,11 @@ def _nextafter(x: Tensor, other: Tensor) -> Tensor:
 FORMULAS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "aten::_efficientzerotensor": _zero_tangent,
-        "aten::embedding_dense_backward": _embedding_dense_backward,
         "aten::_fused_adam": _adam_coupled,
         "aten::_fused_adamw": _adam_decoupled,
         "aten::_fused_sgd": _sgd,
         "aten::_fused_adagrad": _adagrad,
+        "aten::embedding_dense_backward": _embedding_dense_backward,
         "aten::huber_loss": _huber_loss,
         "aten::index_fill": _index_fill,
         "aten::ldexp": _ldexp,

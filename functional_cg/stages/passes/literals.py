@@ -27,13 +27,11 @@ _APART = 7919  # places by which the numbers of the second tensor are shifted; a
 
 def as_held(instr: Instr) -> Instr:
     """Return a call by element with its numbers as its kernel holds them; results are equal, bit by bit."""
-    tensors = instr.inputs()
+    tensors, schema = instr.inputs(), instr.op._schema.arguments
     dtypes = {var.spec.dtype for var in tensors}
-    if torch.Tag.pointwise not in instr.op.tags or len(dtypes) != 1 or not dtypes <= HALF:
+    if not _is_asked(instr.op) or len(dtypes) != 1 or not dtypes <= HALF:
         return instr
-    (dtype,), schema = dtypes, instr.op._schema.arguments
-    if any(argument.is_out for argument in schema) or not all(isinstance(one, Var) for one in tensors):
-        return instr
+    (dtype,) = dtypes
     named = {argument.name: one for argument, one in zip(schema, instr.args, strict=False)} | instr.kwargs
     found = dict(named)
     for argument in schema:
@@ -49,6 +47,15 @@ def as_held(instr: Instr) -> Instr:
         return instr
     args = tuple(found[argument.name] for argument, _ in zip(schema, instr.args, strict=False))
     return replace(instr, args=args, kwargs={name: found[name] for name in instr.kwargs})
+
+
+@cache
+def _is_asked(op: Any) -> bool:
+    """Whether a kernel may be asked: it computes each element from those at its place, and draws nothing."""
+    arguments = op._schema.arguments
+    plain = not any(one.is_out or isinstance(one.type, torch.ListType) for one in arguments)
+    by_itself = torch.Tag.pointwise in op.tags and torch.Tag.nondeterministic_seeded not in op.tags
+    return op.namespace == "aten" and plain and by_itself
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:

@@ -20,7 +20,7 @@ _CHUNK = 2**20  # elements to measure at a time
 # Elements that a first reduction takes together: all of a GPU reduces, whatever tensor they are of.
 _ROW = 2**8
 _FLOOR = 2.0  # ulps
-_FAR = 1e300
+_FAR = 1e300  # stands for infinity, and twice as much for NaN: equal ones are 0 apart, others farther than all numbers
 _norms = torch.ops.aten._foreach_norm.Scalar
 
 
@@ -96,9 +96,8 @@ class Distances:
             size = other.nan_to_num(0.0, 0.0, 0.0)
             apart = _all_finite(one).sub_(_all_finite(other))
         counts = [_rows(piece) for piece in ones]
-        finite = apart - torch.nn.functional.hardshrink(
-            apart, _FAR / 2
-        )  # which keeps what is farther than that
+        far = torch.nn.functional.hardshrink(apart, _FAR / 2)  # zero for what is not
+        finite = apart - far
         norms = [
             _norms(torch.linalg.vector_norm(of, order, 1).split(counts), order)
             for of, order in ((finite, 2), (apart, math.inf), (size, 2), (size, math.inf))

@@ -99,6 +99,7 @@ class Trial:
         self.lacking, self.share, self.kind = 0, 0.0, ""
         self._on_host = True  # whether the host keeps the outputs of the program
         self._ends = set[int]()  # calls that make the first infinities or NaNs on the values of the call
+        self._meets = set[int]()  # calls that read such numbers there
 
     def rehearse(self, buffers: Buffers, scratch: Sequence[Tensor]) -> None:
         """Compile the plan and run it once on other inputs, so that the trial exposes anything it keeps of them.
@@ -151,7 +152,7 @@ class Trial:
                 return []
             expected = self._reference.values(buffers, on_host=self._on_host, watch=finite)
             found = self._judge.compare(self._made(space), expected, buffers, space.reset)
-            self.share, self._ends = self._judge.share, finite.ends()
+            self.share, self._ends, self._meets = self._judge.share, finite.ends(), finite.meets()
             return found
         space.vary(kind)
         expected = []
@@ -161,7 +162,7 @@ class Trial:
             _log.debug("not compared on %s values: %s", kind, error)
         if self._together(not expected or not finite.ends() <= self._ends):
             return []
-        judge, unclear = Judge(self._reference, self._together), finite.unclear()
+        judge, unclear = Judge(self._reference, self._together), finite.unclear(self._meets)
         outs = zip(self._reference.outputs, self._made(space), expected, strict=True)
         made = [other if out.var.storage in unclear else one for out, one, other in outs]
         return judge.compare(made, expected, buffers, partial(space.vary, kind), times=_GROSS)

@@ -8,7 +8,7 @@ may hold any value. It ignores runs in which single precision overflows: that de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import Tensor
@@ -104,16 +104,24 @@ class Finite:
             if all(known[one] for one in read) and not all(known[one] for one in made)
         }
 
-    def unclear(self) -> set[int]:
+    def meets(self) -> set[int]:
+        """Return the numbers of the calls that read what is not finite."""
+        known = self._known()
+        return {number for number, (read, *_) in enumerate(self._rows) if not all(known[one] for one in read)}
+
+    def unclear(self, usual: Container[int]) -> set[int]:
         """Return the storages whose numbers depend on what a call of several operations makes of infinity.
 
         A kernel that interpolates multiplies it by zero where a formula does not.
+
+        Args:
+          usual: The calls that read infinity anyway, as a softmax of masked scores does.
         """
-        known, found = self._known(), set[int]()
-        for read, _, instr in self._rows:
+        meets, found = self.meets(), set[int]()
+        for number, (*_, instr) in enumerate(self._rows):
             row = row_of(instr.op)
             passes_on = row.once or row.moves or row.decides or instr.is_view or instr.by_element
-            new = not passes_on and not all(known[one] for one in read)
+            new = number in meets and number not in usual and not passes_on
             if new or not found.isdisjoint(var.storage for var in instr.inputs()):
                 found.update(var.storage for var in (*instr.outputs(), *instr.writes))
         return found
