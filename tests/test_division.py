@@ -13,7 +13,7 @@ from torch._inductor import config
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 import functional_cg as fcg
-from functional_cg.stages.passes.division import floor_divide, remainder
+from functional_cg.stages.passes.division import divide, remainder
 from tests.compiled_graphs import compiled
 
 EDGES = [0.0, 1.0, 3.0, 7.5, 0.1, 0.3, 1e10, 1e-30, 1e38, torch.inf, torch.nan]
@@ -31,11 +31,11 @@ def assert_same_bits(one: Tensor, other: Tensor) -> None:
 def test_the_formulas(pairs: list[tuple[float, float]]) -> None:
     a, b = torch.tensor(pairs).T
     assert_same_bits(remainder(a, b), a % b)
-    assert_same_bits(floor_divide(a, b), a // b)
+    assert_same_bits(divide(a, b), a // b)
     assert_same_bits(remainder(a, pairs[0][1]), a % pairs[0][1])
-    assert_same_bits(floor_divide(pairs[0][0], b), pairs[0][0] // b)
+    assert_same_bits(divide(pairs[0][0], b), pairs[0][0] // b)
     assert_same_bits(remainder(0.1, b.double()), 0.1 % b.double())
-    assert_same_bits(floor_divide(1e300, b.double()), 1e300 // b.double())
+    assert_same_bits(divide(1e300, b.double()), 1e300 // b.double())
 
 
 def divided(a: Tensor, b: Tensor) -> list[Tensor]:
@@ -63,6 +63,25 @@ def test_compiled(compiled_on: str) -> None:
     for one, other in zip(results, divided(a, b), strict=True):
         torch.testing.assert_close(one, other, rtol=rtol, atol=0, equal_nan=True)
         assert torch.equal(one.signbit() & ~one.isnan(), other.signbit() & ~other.isnan())
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision(compiled_on: str, dtype: torch.dtype) -> None:
+    """An ulp decides what a quotient is rounded to: each operation rounds as torch's kernel does."""
+
+    def quotients(a: Tensor, b: Tensor) -> list[Tensor]:
+        both = [(a, b), (a, b[0]), (b[:1], a), *((a, number) for number in (0.1, 49, -257, 0.7, 4097))]
+        out = [torch.div(*pair, rounding_mode=mode) for pair in both for mode in ("floor", "trunc")]
+        return [*out, 5.3 // a, a.clone().floor_divide_(b), a % b, a % 0.3]
+
+    step = fcg.graph_fn(quotients, lowering="inductor")
+    for call in range(16):
+        draw = torch.Generator().manual_seed(call)
+        a, b = (torch.randn(4096, generator=draw) * size for size in (1000, 1))
+        a, b = a.to(compiled_on, dtype), b.to(compiled_on, dtype)
+        for one, other in zip(step(a, b), quotients(a, b), strict=True):
+            assert_same_bits(one, other)
 
 
 @compiled

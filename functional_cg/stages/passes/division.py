@@ -1,11 +1,15 @@
-"""Floor division and remainder of floating-point numbers, by the formulas of torch's own kernels.
+"""Division that rounds to whole numbers, and remainders, by the formulas of torch's own kernels.
 
 A compiler divides, rounds and multiplies back. If the quotient has more digits than the format holds, that result is
-entirely wrong; infinite operands give wrong values or NaN.
+entirely wrong; infinite operands give wrong values or NaN. And an ulp decides what a quotient is rounded down to: in
+half precision, torch's kernels round each operation, but divide in single precision by a single number. Those of a GPU
+multiply by the reciprocal of a Python number.
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -13,15 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fx_passes.rounding import HALF, ROUNDED
 from ..program import Instr
 
 __all__ = ["division_of"]
 
 
 def division_of(instr: Instr) -> Callable[..., Tensor] | None:
-    """Return the formula of a call; None if it is no floating-point floor division or remainder."""
+    """Return the formula of a call; None if it is no floating-point division to whole numbers, and no remainder."""
     name = instr.op._schema.name
-    if name.rstrip("_") == "aten::div" and instr.kwargs.get("rounding_mode") != "floor":
+    if name.rstrip("_") == "aten::div" and instr.kwargs.get("rounding_mode") is None:
         return None
     if "out" in instr.kwargs:  # torch itself writes it
         return None
@@ -30,42 +35,71 @@ def division_of(instr: Instr) -> Callable[..., Tensor] | None:
 
 def remainder(value: Any, other: Any) -> Tensor:
     """Return the remainder, which has the sign of the divisor."""
-    return _floored(value, other)[1]
+    rest = torch.fmod(_dividend(value, other), other)
+    return torch.where(_of_other_sign(rest, other), rest + other, rest)
 
 
-def floor_divide(value: Any, other: Any, *, rounding_mode: str = "floor") -> Tensor:
-    assert rounding_mode == "floor"
-    return _floored(value, other)[0]
+def divide(value: Any, other: Any, *, rounding_mode: str = "floor") -> Tensor:
+    """Return the quotient, rounded towards zero, or down as by Python's ``divmod`` (CPython, ``float_divmod``).
+
+    Division by zero is that of IEEE 754.
+    """
+    value = _dividend(value, other)
+    dtype = value.dtype
+    # What rounds each operation, and what rounds the whole numbers alone.
+    each = whole = _rounding(dtype)
+    inverse: Any = None
+    if not isinstance(other, Tensor) or (other.numel() == 1 and other.device.type == "cpu"):
+        value = value.float() if dtype in HALF else value
+        each = _rounding(value.dtype)
+        if not value.is_cuda:
+            whole = each
+        elif not isinstance(other, Tensor):
+            inverse = _inverse(other, value.dtype)
+    quotient = each(value / other) if inverse is None else value * inverse
+    if rounding_mode == "trunc":
+        return quotient.trunc().to(dtype)
+    rest = torch.fmod(value, other)
+    multiple = each(value - rest)
+    exact = each(multiple / other) if inverse is None else multiple * inverse
+    exact = torch.where(_of_other_sign(rest, other), each(exact - 1), exact)
+    down = whole(exact.floor())
+    down = torch.where(exact - down > 0.5, whole(down + 1), down)
+    down = torch.where(exact != 0, down, torch.copysign(torch.zeros_like(down), quotient))
+    down = torch.where(value.isfinite(), torch.where(quotient.isinf(), quotient, down), down)
+    if isinstance(other, Tensor):
+        down = torch.where(other == 0, quotient, down)
+    elif other == 0:
+        down = quotient
+    return down.to(dtype)
 
 
 def remainder_(value: Tensor, other: Any) -> Tensor:
     return value.copy_(remainder(value, other))
 
 
-def floor_divide_(value: Tensor, other: Any, *, rounding_mode: str = "floor") -> Tensor:
-    return value.copy_(floor_divide(value, other, rounding_mode=rounding_mode))
+def divide_(value: Tensor, other: Any, *, rounding_mode: str = "floor") -> Tensor:
+    return value.copy_(divide(value, other, rounding_mode=rounding_mode))
 
 
-def _floored(value: Any, other: Any) -> tuple[Tensor, Tensor]:
-    """Return quotient and remainder as Python's ``divmod`` (CPython, ``float_divmod``), with IEEE division by zero."""
+def _dividend(value: Any, other: Any) -> Tensor:
+    """Return the dividend as a tensor of the dtype of the quotient."""
     dtype = torch.result_type(value, other)
     if not isinstance(value, Tensor):
-        value = torch.full((), value, dtype=dtype, device=other.device)
-    value = value.to(dtype)
-    rest = torch.fmod(value, other)
-    other_sign = _of_other_sign(rest, other)
-    quotient = (value - rest) / other
-    quotient = torch.where(other_sign, quotient - 1, quotient)
-    down = quotient.floor()
-    down = torch.where(quotient - down > 0.5, down + 1, down)
-    whole = value / other
-    down = torch.where(quotient != 0, down, torch.copysign(torch.zeros_like(whole), whole))
-    down = torch.where(value.isfinite(), torch.where(whole.isinf(), whole, down), down)
-    if isinstance(other, Tensor):
-        down = torch.where(other == 0, whole, down)
-    elif other == 0:
-        down = whole
-    return down, torch.where(other_sign, rest + other, rest)
+        value = _rounding(dtype)(torch.full((), value, dtype=dtype, device=other.device))
+    return value.to(dtype)  # type: ignore[no-any-return]
+
+
+def _rounding(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Return what rounds the result of an operation; a compiler does not, in half precision."""
+    return (lambda result: ROUNDED(result, dtype)) if dtype in HALF else (lambda result: result)
+
+
+def _inverse(number: float, dtype: torch.dtype) -> float:
+    """Return the reciprocal of a number, as a kernel of a dtype computes it."""
+    held = (lambda it: it) if dtype is torch.float64 else (lambda it: ctypes.c_float(it).value)
+    number = held(float(number))
+    return held(1.0 / number) if number else math.copysign(math.inf, number)
 
 
 def _of_other_sign(rest: Tensor, other: Any) -> Tensor:
@@ -82,9 +116,9 @@ _DIVISIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {
         "aten::remainder": remainder,
         "aten::remainder_": remainder_,
-        "aten::floor_divide": floor_divide,
-        "aten::floor_divide_": floor_divide_,
-        "aten::div": floor_divide,
-        "aten::div_": floor_divide_,
+        "aten::floor_divide": divide,
+        "aten::floor_divide_": divide_,
+        "aten::div": divide,
+        "aten::div_": divide_,
     }
 )
