@@ -1,9 +1,9 @@
 """Division that rounds to whole numbers, and remainders, by the formulas of torch's own kernels.
 
 A compiler divides, rounds and multiplies back. If the quotient has more digits than the format holds, that result is
-entirely wrong; infinite operands give wrong values or NaN. And an ulp decides what a quotient is rounded down to: in
-half precision, torch's kernels round each operation, but divide in single precision by a single number. Those of a GPU
-multiply by the reciprocal of a Python number.
+entirely wrong; infinite operands give wrong values or NaN. And an ulp decides what a quotient is rounded to: in half
+precision, torch's kernels for a CPU round each operation, unless they divide by a single number; those for a GPU round
+the whole numbers alone, and multiply by the reciprocal of a Python number.
 """
 
 from __future__ import annotations
@@ -45,20 +45,15 @@ def divide(value: Any, other: Any, *, rounding_mode: str = "floor") -> Tensor:
     Division by zero is that of IEEE 754.
     """
     value = _dividend(value, other)
-    dtype = value.dtype
-    # What rounds each operation, and what rounds the whole numbers alone.
-    each = whole = _rounding(dtype)
-    inverse: Any = None
-    if not isinstance(other, Tensor) or (other.numel() == 1 and other.device.type == "cpu"):
-        value = value.float() if dtype in HALF else value
-        each = _rounding(value.dtype)
-        if not value.is_cuda:
-            whole = each
-        elif not isinstance(other, Tensor):
-            inverse = _inverse(other, value.dtype)
+    dtype, is_number = value.dtype, not isinstance(other, Tensor)
+    if dtype in HALF and (value.is_cuda or is_number or other.numel() == 1):
+        value, other = value.float(), other if is_number else other.float()
+    each = _rounding(value.dtype)
+    whole = _rounding(dtype) if value.is_cuda else each
+    inverse = _inverse(other, value.dtype) if value.is_cuda and is_number else None
     quotient = each(value / other) if inverse is None else value * inverse
     if rounding_mode == "trunc":
-        return quotient.trunc().to(dtype)
+        return (quotient if is_number else whole(quotient)).trunc().to(dtype)
     rest = torch.fmod(value, other)
     multiple = each(value - rest)
     exact = each(multiple / other) if inverse is None else multiple * inverse
