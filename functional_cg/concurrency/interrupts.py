@@ -27,6 +27,7 @@ from .garbage import no_garbage_collection
 __all__ = ["Held", "Interrupted", "held_back", "undisturbed", "uninterrupted"]
 
 T = TypeVar("T")
+_SIGNALS = tuple(map(int, signal.valid_signals()))
 _IMPATIENCE = 1.0  # seconds
 _RESTARTS = 3  # of a build that signals interrupt; after that they wait for its end
 
@@ -144,5 +145,5 @@ def _go_on() -> None:
 
 
 def _handlers() -> dict[int, Callable[[int, FrameType | None], Any]]:
-    known = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    known = {number: signal.getsignal(number) for number in _SIGNALS}
     return {number: handler for number, handler in known.items() if callable(handler)}

@@ -153,7 +153,6 @@ class Certified:
             space: Space = _Space.of(lowered, self._buffers, inputs=False)
         else:
             space = recorded.space
-            space.keep()
         found: Sequence[Difference] = ()
         try:
             metrics, found = trial.again(space, partial(self._replay, ()), recorded)

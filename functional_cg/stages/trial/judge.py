@@ -154,8 +154,8 @@ class Judge:
         for number in range(len(_RUNS) + 1):
             wrong = ~(off <= limits * times).all(1)
             if not self._together(bool(wrong.any())):
-                shares = torch.where(limits > 0, off / limits, off)[limits.isfinite()]
-                self.share = max([self.share, *shares.tolist()])
+                shares = (off / limits).nan_to_num(0.0, 0.0)  # 0 of 0, or any part of what is unlimited
+                self.share = max([self.share, *shares.view(-1).tolist()])
                 return []
             if number < len(_RUNS):
                 most, decisions, factor = _RUNS[number]

@@ -43,6 +43,7 @@ class Recorded:
         self._replays: list[Replay] = []
 
         def program(before: Before) -> Sequence[Tensor]:
+            space.keep()
             with quiet():
                 return run(before)
 
@@ -72,7 +73,7 @@ class Recorded:
             raise
 
     def expect(self) -> Sequence[Tensor]:
-        """Run the program, and return its outputs, which its next run may overwrite."""
+        """Keep the values of the buffers, run the program, and return its outputs, which its next run may overwrite."""
         self._values.expected = self._replays[0](())
         return self._values.expected
 
