@@ -55,13 +55,11 @@ def divided(a: Tensor, b: Tensor) -> list[Tensor]:
 def test_compiled(compiled_on: str) -> None:
     a, b = (one.to(compiled_on) for one in PAIRS)
     a = torch.where(a.abs() > 1e9, a, a.round(decimals=1))
-    # A kernel of a GPU divides to within two ulps, which shows where the quotient has more digits than the format.
-    rtol = 0.0 if compiled_on == "cpu" else 2.5e-7
     # Without vectors, torch's C++ disagrees with its kernels on which remainders are numbers; a trial refuses that.
     with config.patch({"cpp.simdlen": pick_vec_isa().bit_width()}):
         results = fcg.graph_fn(divided, lowering="inductor")(a, b)
     for one, other in zip(results, divided(a, b), strict=True):
-        torch.testing.assert_close(one, other, rtol=rtol, atol=0, equal_nan=True)
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(one.signbit() & ~one.isnan(), other.signbit() & ~other.isnan())
 
 

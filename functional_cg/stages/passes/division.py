@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -50,13 +51,14 @@ def divide(value: Any, other: Any, *, rounding_mode: str = "floor") -> Tensor:
         value, other = value.float(), other if is_number else other.float()
     each = _rounding(value.dtype)
     whole = _rounding(dtype) if value.is_cuda else each
-    inverse = _inverse(other, value.dtype) if value.is_cuda and is_number else None
-    quotient = each(value / other) if inverse is None else value * inverse
+    by = (
+        partial(_by_number, number=other) if value.is_cuda and is_number else partial(_by_tensor, other=other)
+    )
+    quotient = each(by(value))
     if rounding_mode == "trunc":
         return (quotient if is_number else whole(quotient)).trunc().to(dtype)
     rest = torch.fmod(value, other)
-    multiple = each(value - rest)
-    exact = each(multiple / other) if inverse is None else multiple * inverse
+    exact = each(by(each(value - rest)))
     exact = torch.where(_of_other_sign(rest, other), each(exact - 1), exact)
     down = whole(exact.floor())
     down = torch.where(exact - down > 0.5, whole(down + 1), down)
@@ -90,11 +92,18 @@ def _rounding(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return (lambda result: ROUNDED(result, dtype)) if dtype in HALF else (lambda result: result)
 
 
-def _inverse(number: float, dtype: torch.dtype) -> float:
-    """Return the reciprocal of a number, as a kernel of a dtype computes it."""
-    held = (lambda it: it) if dtype is torch.float64 else (lambda it: ctypes.c_float(it).value)
+def _by_tensor(value: Tensor, other: Any) -> Tensor:
+    """Divide, to the last bit; in single precision, compiled kernels of a GPU do not."""
+    if value.is_cuda and isinstance(other, Tensor):
+        return (value.double() / other.double()).to(value.dtype)
+    return value / other  # type: ignore[no-any-return]
+
+
+def _by_number(value: Tensor, number: float) -> Tensor:
+    """Multiply by the reciprocal of a number."""
+    held = (lambda it: it) if value.dtype is torch.float64 else (lambda it: ctypes.c_float(it).value)
     number = held(float(number))
-    return held(1.0 / number) if number else math.copysign(math.inf, number)
+    return value * (held(1.0 / number) if number else math.copysign(math.inf, number))
 
 
 def _of_other_sign(rest: Tensor, other: Any) -> Tensor:
