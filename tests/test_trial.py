@@ -705,6 +705,22 @@ def test_what_is_infinite_hides_no_other_difference() -> None:
     assert distances.known(1)[0].tolist() == [[5.0, math.inf]]
 
 
+def test_what_is_not_finite_at_a_later_call_hides_no_other_difference() -> None:
+    off = [0.0]
+
+    def compiler(graph: fx.GraphModule, inputs: Any) -> Any:
+        return lambda *args: [out + out.new_tensor([0.0, off[0], 0.0]) for out in graph(*args)]
+
+    step = fcg.graph_step(lambda s, x: ({"w": s["w"] + x}, {}), lowering=compiler, certify=1)
+    state = fcg.place({"w": torch.zeros(3)})
+    for value in (1.0, -torch.inf, torch.inf, 1.0):  # then infinite, then NaN
+        state, _ = step(state, torch.tensor([value, 1.0, 1.0]))
+    assert state["w"].isnan().tolist() == [True, False, False]
+    off[0] = 1.0
+    with pytest.raises(fcg.MiscompileError, match=r"'w'\]  differs by 1, of which"):
+        step(state, torch.ones(3))
+
+
 @pytest.mark.parametrize(
     "fn",
     [

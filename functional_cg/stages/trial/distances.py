@@ -16,11 +16,11 @@ from ...state.arena import BufferSpec
 
 __all__ = ["Distances", "between", "rounded"]
 
-_CHUNK = 2**20  # elements to measure at a time
-# Elements that a first reduction takes together: all of a GPU reduces, whatever tensor they are of.
-_ROW = 2**8
+_AT_ONCE = 2**24  # elements to measure at a time
+_CAREFULLY = 2**20  # likewise, with several copies in double precision
 _FLOOR = 2.0  # ulps
 _FAR = 1e300  # stands for infinity, and twice as much for NaN: equal ones are 0 apart, others farther than all numbers
+_differences = torch.ops.aten._foreach_sub.List
 _norms = torch.ops.aten._foreach_norm.Scalar
 
 
@@ -29,12 +29,17 @@ class Distances:
 
     NaN equals NaN, and equal infinities match. Of integers and flags, such as tokens, each element that differs counts
     1, by however much.
+
+    Args:
+      finite: Whether to take all elements for finite: that is quicker, and a distance is NaN or infinite if one is not.
     """
 
-    def __init__(self) -> None:
-        # By device, and whether they are integers or flags: pieces with their rows, and how many elements they have.
-        self._waiting: dict[tuple[torch.device, bool], list[tuple[int, Tensor, Tensor]]] = {}
-        self._counts: dict[tuple[torch.device, bool], int] = {}
+    def __init__(self, *, finite: bool = False) -> None:
+        self._finite = finite
+        self._at_once = _AT_ONCE if finite else _CAREFULLY
+        # By device and dtype: pieces with their rows, and how many elements they have.
+        self._waiting: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor, Tensor]]] = {}
+        self._counts: dict[tuple[torch.device, torch.dtype], int] = {}
         # Rows with their norms.
         self._measured: list[tuple[Sequence[int], Tensor]] = []
         self._unlike: list[int] = []
@@ -50,14 +55,13 @@ class Distances:
         if one.dtype is not expected.dtype or one.shape != expected.shape:
             self._unlike.append(number)
             return
-        group = one.device, not (one.is_floating_point() or one.is_complex())
-        for piece, other in zip(_pieces(one), _pieces(expected), strict=True):
+        for piece, other in zip(self._pieces(one), self._pieces(expected), strict=True):
+            group = piece.device, piece.dtype
             self._waiting.setdefault(group, []).append((number, piece, other))
-            self._counts[group] = self._counts.get(group, 0) + _rows(piece) * _ROW
-            if self._counts[group] >= _CHUNK:
+            self._counts[group] = self._counts.get(group, 0) + len(piece)
+            # What is left of a large tensor would keep all of it alive.
+            if self._counts[group] >= self._at_once or one.numel() > self._at_once:
                 self._measure(group)
-        if one.numel() > _CHUNK:  # what is left would keep all of it alive
-            self._measure(group)
 
     def known(self, count: int) -> tuple[Tensor, Tensor]:
         """Return the distances, f64[count, 2], and how far what was expected is from zero, 0 for integers."""
@@ -81,44 +85,50 @@ class Distances:
             by_device.setdefault(part[1].device, []).append(part)
         self._measured = [_joined(parts) for parts in by_device.values()]
 
-    def _measure(self, group: tuple[torch.device, bool]) -> None:
+    def _measure(self, group: tuple[torch.device, torch.dtype]) -> None:
         waiting, self._waiting[group], self._counts[group] = self._waiting[group], [], 0
         if not waiting:
             return
-        device, is_discrete = group
+        device, dtype = group
         numbers, ones, others = zip(*waiting, strict=True)
-        one, other = _in_rows(ones), _in_rows([piece.to(device) for piece in others])
-        if is_discrete:
-            apart = (one != other).double()
-            size = torch.zeros_like(apart)
+        sizes = [piece.to(device) for piece in others]
+        if dtype is torch.int64:
+            finite = apart = [(one != other).float() for one, other in zip(ones, sizes, strict=True)]
+            sizes = [torch.zeros_like(one) for one in apart]
+        elif self._finite:
+            finite = apart = _differences(ones, sizes)
         else:
-            one, other = one.double(), other.double()
-            size = other.nan_to_num(0.0, 0.0, 0.0)
-            apart = _all_finite(one).sub_(_all_finite(other))
-        counts = [_rows(piece) for piece in ones]
-        far = torch.nn.functional.hardshrink(apart, _FAR / 2)  # zero for what is not
-        finite = apart - far
+            finite, apart, sizes = _carefully(ones, sizes)
         norms = [
-            _norms(torch.linalg.vector_norm(of, order, 1).split(counts), order)
-            for of, order in ((finite, 2), (apart, math.inf), (size, 2), (size, math.inf))
+            _norms(of, order, torch.float64)
+            for of, order in ((finite, 2), (apart, math.inf), (sizes, 2), (sizes, math.inf))
         ]
         self._measured.append((numbers, torch.stack([*map(torch.stack, norms)])))
+
+    def _pieces(self, tensor: Tensor) -> Iterator[Tensor]:
+        """Yield the elements in logical order, complex ones as pairs, as f32, f64 or i64."""
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor.resolve_conj())
+        exact = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+        dtype = exact if tensor.is_floating_point() else torch.int64
+        for piece in tensor.reshape(-1).split(self._at_once) if tensor.numel() else ():
+            yield piece.to(dtype)
+
+
+def _carefully(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return the differences of finite elements, those of all, and what was expected, with zeros for the rest of it."""
+    one, other = (torch.cat([*pieces]).double() for pieces in (ones, others))
+    size = other.nan_to_num(0.0, 0.0, 0.0)
+    apart = _all_finite(one).sub_(_all_finite(other))
+    # Zero for what is not far.
+    far = torch.nn.functional.hardshrink(apart, _FAR / 2)
+    counts = [len(piece) for piece in ones]
+    return [[*of.split(counts)] for of in (apart - far, apart, size)]
 
 
 def _all_finite(numbers: Tensor) -> Tensor:
     """Replace, in place, what is not finite by numbers far from all others, and from each other."""
     return numbers.nan_to_num_(2 * _FAR, _FAR, -_FAR)
-
-
-def _rows(piece: Tensor) -> int:
-    return -(-len(piece) // _ROW)
-
-
-def _in_rows(pieces: Sequence[Tensor]) -> Tensor:
-    """Join pieces as a matrix; the last row of each is filled with zeros."""
-    zeros = pieces[0].new_zeros(_ROW)
-    filled = (part for piece in pieces for part in (piece, zeros[: -len(piece) % _ROW]))
-    return torch.cat([*filled]).view(-1, _ROW)
 
 
 def _joined(parts: Sequence[tuple[Sequence[int], Tensor]]) -> tuple[Sequence[int], Tensor]:
@@ -128,9 +138,9 @@ def _joined(parts: Sequence[tuple[Sequence[int], Tensor]]) -> tuple[Sequence[int
     return [number for numbers, _ in parts for number in numbers], torch.cat([norms for _, norms in parts], 1)
 
 
-def between(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> Distances:
+def between(outputs: Sequence[Tensor], expected: Sequence[Tensor], *, finite: bool = False) -> Distances:
     """Measure how far each output is from what it should be."""
-    found = Distances()
+    found = Distances(finite=finite)
     for number, (one, other) in enumerate(zip(outputs, expected, strict=True)):
         found.add(number, one, other)
     return found
@@ -153,13 +163,3 @@ def _explained(spec: BufferSpec) -> tuple[float, float, float]:
     info = torch.finfo(spec.dtype)
     least = info.smallest_normal * info.eps
     return _FLOOR * info.eps, least * math.sqrt(spec.numel), least
-
-
-def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the elements in logical order, complex ones as pairs, in a dtype that others of its kind fit into."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    narrow = torch.float32 if tensor.itemsize == 1 else tensor.dtype
-    dtype = narrow if tensor.is_floating_point() else torch.int64
-    for piece in tensor.reshape(-1).split(_CHUNK) if tensor.numel() else ():
-        yield piece.to(dtype)

@@ -48,7 +48,7 @@ class Recorded:
                 return run(before)
 
         def measure(before: Before) -> Sequence[Tensor]:
-            values.apart = between(values.outputs, values.expected)
+            values.apart = between(values.outputs, values.expected, finite=True)
             values.apart.measure()
             return ()
 
@@ -81,7 +81,10 @@ class Recorded:
         """Return how far the outputs of the replay are from those of the program, and the size of the latter."""
         self._values.outputs = outputs
         self._replays[1](())
-        return self._values.apart.known(len(outputs))
+        apart, sizes = self._values.apart.known(len(outputs))
+        if apart.isfinite().all():
+            return apart, sizes
+        return between(outputs, self._values.expected).known(len(outputs))
 
     def moved(self) -> Tensor:
         """Return how far the program's outputs move if the results of each call lean by an ulp."""
