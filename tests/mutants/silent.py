@@ -605,4 +605,16 @@ SILENT = (
         ("tests/test_compiler.py::test_a_step_is_found_again_unless_our_functions_or_the_cpu_changed",),
         no_gpu="its kernels are found by the GPU's name",
     ),
+    Mutant(
+        "N237",
+        "a quotient of halves is rounded once, at its end",
+        (
+            (
+                "(lambda result: ROUNDED(result, dtype)) if dtype in HALF else",
+                "(lambda result: result) if dtype in HALF else",
+            ),
+        ),
+        ("tests/test_division.py::test_in_half_precision[dtype0-cpu]",),
+        gpu=("tests/test_division.py::test_in_half_precision[dtype0-cuda]",),
+    ),
 )
