@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.testing import assert_replay_equals_eager, assert_trees_all_equal
+from tests.out_of_sight import OutOfSight
 from tests.shares import CALLS, share
 
 
@@ -293,3 +296,223 @@ def test_a_leaf_that_both_branches_return_is_not_selected() -> None:
     assert not inspection.dropped
     assert inspection.unchanged == ("state['kept']",)
     assert_replay_equals_eager(step, state, [torch.tensor(float(i % 3 - 1)) for i in range(6)])
+
+
+def counted(s: Any, xs: Tensor) -> Any:
+    number = 0
+
+    def body(c: Tensor, x: Tensor) -> Any:
+        nonlocal number
+        number += 1
+        return (c * 2 if number == 6 else c + x), c * number
+
+    return fcg.scan(body, s["w"], xs)
+
+
+def gated_late(s: Any, xs: Tensor) -> Any:
+    class Gate:
+        calls = 0
+
+        def body(self, c: Tensor, x: Tensor) -> Any:
+            self.calls += 1
+            return (c * 2 if self.calls == 6 else c + x), c
+
+    return fcg.scan(Gate().body, s["w"], xs)
+
+
+def in_slots(s: Any, xs: Tensor) -> Any:
+    class Gate:
+        __slots__ = ("calls",)
+
+        def __init__(self) -> None:
+            self.calls = [0]
+
+        def body(self, c: Tensor, x: Tensor) -> Any:
+            self.calls[0] += 1
+            return (c * 2 if self.calls[0] == 6 else c + x), c
+
+    return fcg.scan(functools.partial(Gate().body), s["w"], xs)
+
+
+def collected(s: Any, xs: Tensor) -> Any:
+    seen: list[Tensor] = []
+
+    def body(c: Tensor, x: Tensor) -> Any:
+        seen.append(c * x)
+        return c + x, None
+
+    return fcg.scan(body, s["w"], xs)[0], torch.stack(seen)
+
+
+def in_a_default(s: Any, xs: Tensor) -> Any:
+    def body(c: Tensor, x: Tensor, seen: list[int] = []) -> Any:  # noqa: B006 - that is the point
+        seen.append(1)
+        return (c * 2 if len(seen) == 6 else c + x), c
+
+    return fcg.scan(body, s["w"], xs)
+
+
+def in_its_own_attribute(s: Any, xs: Tensor) -> Any:
+    def body(c: Tensor, x: Tensor) -> Any:
+        vars(body)["calls"] += 1
+        return (c * 2 if vars(body)["calls"] == 6 else c + x), c
+
+    vars(body)["calls"] = 0
+    return fcg.scan(body, s["w"], xs)
+
+
+def by_an_iterator(s: Any, xs: Tensor) -> Any:
+    numbers = iter(range(100))
+    return fcg.scan(lambda c, x: (c * 2 if next(numbers) == 6 else c + x, c), s["w"], xs)
+
+
+def by_a_generator(s: Any, xs: Tensor) -> Any:
+    def flags() -> Any:
+        yield from (number == 6 for number in range(100))
+
+    rest = flags()
+    return fcg.scan(lambda c, x: (c * 2 if next(rest) else c + x, c), s["w"], xs)
+
+
+def by_dice(s: Any, xs: Tensor) -> Any:
+    dice = random.Random(4)
+    return fcg.scan(lambda c, x: (c * 2 if dice.random() < 0.1 else c + x, c), s["w"], xs)
+
+
+def by_a_cache(s: Any, xs: Tensor) -> Any:
+    calls: list[int] = []
+
+    @functools.lru_cache
+    def count() -> int:
+        calls.append(1)
+        return len(calls)
+
+    def body(c: Tensor, x: Tensor) -> Any:
+        count.cache_clear()
+        return (c * 2 if count() == 6 else c + x), c
+
+    return fcg.scan(body, s["w"], xs)
+
+
+def learning(s: Any, xs: Tensor) -> Any:
+    def body(c: Tensor, x: Tensor) -> Any:
+        loss, grads = fcg.value_and_grad(lambda p: ((p * x).tanh() ** 2).mean())(c)
+        return c - 0.1 * grads, loss
+
+    return fcg.scan(body, s["w"], xs, reverse=True)
+
+
+def differentiated(s: Any, xs: Tensor) -> Any:
+    def loss(p: Tensor) -> Tensor:
+        c, ys = fcg.scan(lambda c, x: ((c * x + p).tanh(), c.sum()), p, xs)
+        return (c * c).sum() + ys.sum()
+
+    value, grads = fcg.value_and_grad(loss)(s["w"])
+    return s["w"] - 0.1 * grads, value
+
+
+def exchanged(s: Any, xs: Tensor) -> Any:
+    (a, b), ys = fcg.scan(lambda c, x: ((c[1], c[0] + x), c[0]), (s["w"], s["w"] * 2), xs)
+    return a, (b, ys)
+
+
+def written(s: Any, xs: Tensor) -> Any:
+    def body(c: Tensor, x: Tensor) -> Any:
+        c = c.clone()
+        c[0] = x.sum()
+        return c.add_(x), c[:2]
+
+    return fcg.scan(body, s["w"], xs)
+
+
+def written_outside(s: Any, xs: Tensor) -> Any:
+    total = torch.zeros(3)
+
+    def body(c: Tensor, x: Tensor) -> Any:
+        total.add_(x)
+        return c + total, total.clone()
+
+    c, ys = fcg.scan(body, s["w"], xs)
+    return c, (ys, total)
+
+
+def with_literals(s: Any, xs: Tensor) -> Any:
+    return fcg.scan(lambda c, x: (c + torch.tensor([1.0, 2.0, 3.0]) * x, torch.zeros(2)), s["w"], xs)
+
+
+def nested(s: Any, xs: Tensor) -> Any:
+    def body(c: Tensor, x: Tensor) -> Any:
+        inner, ys = fcg.scan(lambda c, k: (c + k * x, c), c, xs)
+        return inner, ys.sum()
+
+    return fcg.scan(body, s["w"], xs)
+
+
+def viewed(s: Any, xs: Tensor) -> Any:
+    return fcg.scan(lambda c, x: ((c.reshape(1, 3) + x).view(3), x.expand(2, 3)), s["w"], xs)
+
+
+def selected(s: Any, xs: Tensor) -> Any:
+    return fcg.scan(lambda c, x: (fcg.cond(c.sum() > 0, lambda: c - x, lambda: c + x), c), s["w"], xs)
+
+
+def accumulated(s: Any, xs: Tensor) -> Any:
+    weight = s["w"].detach().clone().requires_grad_()
+
+    def body(c: Tensor, x: Tensor) -> Any:
+        (weight * x * c).sum().backward()
+        return c + 1, None
+
+    return fcg.scan(body, s["w"], xs)[0], weight.grad
+
+
+def mapped(s: Any, xs: Tensor) -> Any:
+    def one(a: Tensor) -> Tensor:
+        return fcg.scan(lambda c, x: (c + x * a, c * a), s["w"], xs)[1]  # type: ignore[no-any-return]
+
+    return s["w"] + 1, torch.vmap(one)(xs[0])
+
+
+BODIES = (
+    *(counted, gated_late, in_slots, collected, in_a_default, in_its_own_attribute, by_an_iterator),
+    *(by_a_generator, by_dice, by_a_cache, learning, differentiated, exchanged, written, written_outside),
+    *(with_literals, nested, viewed, selected, accumulated, mapped),
+)
+
+
+@pytest.mark.parametrize("loop", BODIES)
+def test_a_loop_in_a_step_is_the_loop_of_python(loop: Callable[[Any, Tensor], Any]) -> None:
+    """Whatever its body keeps on the host from one time to the next, and however late that matters."""
+
+    def step(s: Any, xs: Tensor) -> Any:
+        new, metrics = loop(s, xs)
+        return {"w": new / 8}, metrics
+
+    captured, state = fcg.graph_step(step), fcg.place({"w": torch.tensor([0.1, 0.2, 0.3])})
+    expected: Any = {"w": torch.tensor([0.1, 0.2, 0.3])}
+    for call in range(CALLS):
+        xs = torch.randn(9, 3, generator=torch.Generator().manual_seed(call))
+        state, metrics = captured(state, xs)
+        expected, twins = step(expected, xs)
+        expected = {"w": expected["w"].detach()}
+        assert_trees_all_equal((fcg.snapshot(state), metrics), (expected, twins))
+
+
+def test_a_trace_runs_a_body_a_few_times() -> None:
+    runs = OutOfSight(0)
+
+    def noted(x: Tensor) -> Tensor:
+        runs.write(runs.read() + 1)
+        return x
+
+    inner = fcg.graph_step(lambda s, x: ({"w": s["w"] + noted(x)}, s["w"].sum()))
+    grads_of = fcg.microbatches(40)(fcg.value_and_grad(lambda w, x: (w * noted(x)).mean()))
+    loops: dict[str, Callable[..., Any]] = {
+        "scan": lambda s, xs: fcg.scan(lambda s, x: ({"w": s["w"] * noted(x)}, None), s, xs),
+        "a step": lambda s, xs: fcg.scan(inner, s, xs),
+        "micro-batches": lambda s, xs: (s, grads_of(s["w"], xs)),
+    }
+    for name, loop in loops.items():
+        runs.write(0)
+        fcg.graph_step(loop)({"w": torch.ones(3)}, torch.rand(40, 3))
+        assert runs.read() <= 10, name  # a trace runs the step twice

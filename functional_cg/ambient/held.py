@@ -83,6 +83,8 @@ def _parts(value: Any) -> list[Any] | None:
         return []
     if isinstance(value, type):  # one that the step itself defines may count
         return [*vars(value).values()] if "<locals>" in value.__qualname__ else []
+    if _is_ours(type(value)) and hasattr(value, "__wrapped__"):  # a step: in another one, its function runs
+        return [value.__wrapped__]
     parts: list[Any] = []
     for kind in type(value).__mro__[:-1]:
         if kind in (dict, MappingProxyType):
@@ -97,6 +99,10 @@ def _parts(value: Any) -> list[Any] | None:
             parts += [getattr(value, name) for name in names if hasattr(value, name)]
     own: Mapping[str, Any] = getattr(value, "__dict__", {})
     return [*parts, *own.values()]
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _is_python(kind: type) -> bool:

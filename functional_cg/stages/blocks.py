@@ -4,6 +4,8 @@ A pipeline makes the calls of a stage for each micro-batch. No Python of the use
 are given has the same layout each time, so a trace would find the same calls: all that is new are the variables. A
 block whose calls could depend on more than that is recorded each time. One that sends, that prints, or that has
 literals is copied call by call: what asks for such calls finds each of them.
+
+The body of a loop is Python of the user. It is recorded until two times are alike, and copied from then on.
 """
 
 from __future__ import annotations

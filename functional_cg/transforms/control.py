@@ -24,7 +24,7 @@ from ..state.arena import BufferSpec
 from ..tensors.aten import is_batched, is_in_place, one_unwrapped, tensors_in
 from ..tree import path_string, structure_diff
 
-__all__ = ["cond", "scan"]
+__all__ = ["cond", "repeated", "scan"]
 
 _ABOUT_TENSORS = frozenset("__get__ __set__ backward register_hook retain_grad requires_grad_".split())
 
@@ -167,6 +167,9 @@ def scan(
 ) -> tuple[Any, Any]:
     """Loop over the first dimension of ``xs`` with a carry; the loop is unrolled, one copy of the body per element.
 
+    A trace runs ``fn`` until two times are alike, and for the last element; in between it copies the calls. If ``fn``
+    changes objects of the step from one time to the next, such as a counter or a list, it runs for each element.
+
     Args:
       fn: ``fn(carry, x) -> (carry, y)``; the new carry has the structure, shapes and dtypes of the old one.
       init: The initial carry.
@@ -235,14 +238,27 @@ def loop(
         _refuse_unlike(function, stacked, first[0], f"the first {stacked}", y)
         return new, y
 
-    ys: list[Any] = []
+    carry, ys = repeated(once, fn, carry, list(reversed(elements)) if reverse else elements)
+    return carry, pytree.map(lambda *column: torch.stack(column), *(reversed(ys) if reverse else ys))
+
+
+def repeated(
+    once: Callable[[Any, Any], tuple[Any, Any]], fn: Callable[..., Any], carry: Any, elements: Sequence[Any]
+) -> tuple[Any, list[Any]]:
+    """Run ``once(carry, element) -> (carry, y)`` over elements; return the last carry, and all ``y``.
+
+    Args:
+      once: Runs the body, and checks what it returns.
+      fn: What it runs of the user. A trace copies the calls of a body that changes nothing that this holds.
+      carry: The first carry.
+      elements: What the body gets, each of one structure.
+    """
     body = _Body(once, fn, len(elements)) if rehearsal.traced() else once
-    for element in reversed(elements) if reverse else elements:
+    ys: list[Any] = []
+    for element in elements:
         carry, y = body(carry, element)
         ys.append(y)
-    if isinstance(body, _Body):
-        carry, ys = body.tensors(carry), list(map(body.tensors, ys))
-    return carry, pytree.map(lambda *column: torch.stack(column), *(reversed(ys) if reverse else ys))
+    return (body.tensors(carry), list(map(body.tensors, ys))) if isinstance(body, _Body) else (carry, ys)
 
 
 class _Body:
