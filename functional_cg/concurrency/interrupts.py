@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -27,7 +27,6 @@ from .garbage import no_garbage_collection
 __all__ = ["Held", "Interrupted", "held_back", "undisturbed", "uninterrupted"]
 
 T = TypeVar("T")
-_SIGNALS = tuple(map(int, signal.valid_signals()))
 _IMPATIENCE = 1.0  # seconds
 _RESTARTS = 3  # of a build that signals interrupt; after that they wait for its end
 
@@ -144,6 +143,12 @@ def _go_on() -> None:
     pass
 
 
+@cache
+def _numbers() -> tuple[int, ...]:
+    """Return all signals; to ask for them, and for the handler of one by its name, is slow."""
+    return tuple(map(int, signal.valid_signals()))
+
+
 def _handlers() -> dict[int, Callable[[int, FrameType | None], Any]]:
-    known = {number: signal.getsignal(number) for number in _SIGNALS}
+    known = {number: signal.getsignal(number) for number in _numbers()}
     return {number: handler for number, handler in known.items() if callable(handler)}
