@@ -47,7 +47,10 @@ linear matmul                               -              library
 _scaled_mm _int_mm                          matmul
 convolution                                 convolution    product library
 convolution_backward                        convolution    library
-convolution* _slow_conv*                    convolution
+convolution* _convolution cudnn_convolution cudnn_convolution_relu cudnn_convolution_add_relu    convolution
+_slow_conv*                                 convolution
+scaled_dot_product* _scaled_dot_product* _flash_attention* _efficient_attention*    attention
+_cudnn_attention*                           attention
 _fused_ada* _fused_sgd*                     optimizer      lists
 _foreach_*                                  -              lists
 
