@@ -22,6 +22,7 @@ from ..ambient.compiling import compiling
 from ..state.arena import BufferSpec
 from ..tensors.aten import can_draw
 from ..tensors.fake_mode import aside_on_fakes
+from ..tensors.op_table import row_of
 from ..tensors.overlap import storage_key
 from .attributes import Held, Same, changed, held, newly_known
 from .buffers import buffer_at, unset_buffers
@@ -106,7 +107,7 @@ class _Call:
 
 def _written(calls: Sequence[_Call]) -> set[int]:
     """Return the storages that calls may write: each of a call that writes any."""
-    writing = [call for call in calls if call.op._schema.is_mutable or "batch_norm" in call.op._schema.name]
+    writing = [call for call in calls if call.op._schema.is_mutable or row_of(call.op).statistics]
     return {storage_key(one) for call in writing for one in _tensors([*call.given, *call.made])}
 
 

@@ -22,6 +22,8 @@ A row names ops, the kind under which costs list them (``-`` for none of its own
 ``puts``              Writes a value into a tensor; it may be a number on the host.
 ``lifts``             Makes a tensor of a program from one that a literal such as ``torch.tensor([1, 2])`` made.
 ``asks``              Asks for a number on the host.
+``masks``             Its indices may be masks: then the shape of its result, or which elements it writes, is not known.
+``statistics``        Writes running statistics, unless it is told that it does not train; its schema need not say so.
 ``lists``             Does the same for each tensor of its lists.
 ====================  =====================================================================================
 
@@ -63,6 +65,8 @@ remainder fmod                              -              decides
 native_layer_norm* native_batch_norm* native_group_norm* cudnn_batch_norm*    normalization    one_pass
 native_batch_norm_backward cudnn_batch_norm_backward batch_norm_backward      -                cancels
 native_layer_norm_backward native_group_norm_backward                         -                cancels
+native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit                  -    statistics
+_batch_norm_with_update batch_norm_update_stats batch_norm_gather_stats*                       -    statistics
 _native_batch_norm_legit _fused_rms_norm _fused_rms_norm_backward             -                one_pass
 
 _softmax* _log_softmax* nll_loss* logsumexp* logcumsumexp*    softmax
@@ -130,6 +134,7 @@ lift_fresh                                  -              by_place lifts
 lift lift_fresh_copy                        -              lifts
 empty_like full_like ones_like zeros_like   -              by_place fresh
 new_empty new_empty_strided new_full new_ones new_zeros    -    fresh
+index index_put _index_put_impl _unsafe_index _unsafe_index_put    -    masks
 _local_scalar_dense equal allclose is_nonzero item         -    asks
 """
 _OURS = ("aten", "prims", "fcg")
@@ -159,6 +164,8 @@ class OpRow:
     puts: bool = False
     lifts: bool = False
     asks: bool = False
+    masks: bool = False
+    statistics: bool = False
     lists: bool = False
 
 

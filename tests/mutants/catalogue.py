@@ -455,7 +455,7 @@ MUTANTS = (
         "randomness is not managed: draws take torch's generator, which a graph knows at one offset only",
         (
             (
-                "        if facts.may_draw and can_draw(func, args, kwargs):\n            raise self._random(func)\n",
+                "        if can_draw(func, args, kwargs):\n            raise self._random(func)\n",
                 "",
             ),
             (

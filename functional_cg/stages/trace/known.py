@@ -23,6 +23,7 @@ from ...messages.libraries import sync_fix
 from ...messages.source import at_here, user_frame
 from ...shards.transfers import is_between_ranks
 from ...tensors.aten import named_arguments, tensors_in
+from ...tensors.op_table import row_of
 from ..evaluate import evaluate_all
 from ..program import Constant, Instr, Program, Var, live, written_storages
 from ..template import calls_of
@@ -49,9 +50,6 @@ _FILLS = MappingProxyType(
     }
 )
 BY_NUMBER = frozenset({_aten.masked_fill.Tensor, _aten.masked_fill_.Tensor})
-_BY_MASK = frozenset(
-    f"aten::{name}" for name in "index index_put index_put_ _unsafe_index _index_put_impl_".split()
-)
 
 
 def aside_from_modes(call: Callable[[], _T]) -> _T:
@@ -187,7 +185,7 @@ def by_places(
         shape = torch.broadcast_shapes(*(one.shape for one in args))
         values, mask = (call(_aten.expand.default, (one, shape), {}) for one in args)
         func, args = _aten.index.Tensor, (values, [mask])
-    if func._schema.name not in _BY_MASK:
+    if not row_of(func).masks:
         return None
     named = named_arguments(func, args, kwargs)
     places: list[Any] = []
