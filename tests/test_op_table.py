@@ -24,7 +24,7 @@ def test_each_name_is_an_op() -> None:
     [
         (aten.mm.default, OpRow("matmul", product=True, library=True, once=True)),
         (aten.addmm_.default, OpRow("matmul", product=True, library=True, once=True)),
-        (aten.scatter_add.default, OpRow("indexing")),
+        (aten.scatter_add.default, OpRow("indexing", bounded=True)),
         (
             aten.native_layer_norm_backward.default,
             OpRow("normalization", cancels=True, one_pass=True, shapeless=True),

@@ -12,10 +12,12 @@ A row names ops, the kind under which costs list them (``-`` for none of its own
 ``casts``             Changes the dtype or the place, and keeps integers as they are.
 ``counts``            Its whole numbers are as large as its arguments say.
 ``lenient``           Accepts any integers, although it is not elementwise.
+``bounded``           Its indices lie within the dimension that they index, which a compiled function checks too late.
 ``divides``           A division, which a host does not do by an integer zero.
 ``checks``            Checks numbers of any dtype, or reads memory where they say.
 ``untagged``          Elementwise, though torch does not tag it so, or makes a value of nothing.
 ``one_pass``          A kernel computes it in one pass over its arguments, or two.
+``normalizes``        Normalizes an argument, and returns its mean, if it takes one, and 1 / deviation after the result.
 ``shapeless``         Shapes of its arguments say nothing to it but which dimensions are alike.
 ``by_place``          Makes each element for the one at its place in an argument, though torch does not tag it so.
 ``fresh``             Makes a tensor like an argument, of which it reads no number.
@@ -58,7 +60,7 @@ _foreach_*                                  -              lists
 
 add sub mul sum                             -              once
 div                                         -              once
-div* floor_divide* remainder* fmod*         -              divides
+div divide floor_divide remainder fmod      -              divides
 floor_divide                                -              decides untagged
 remainder fmod                              -              decides
 
@@ -69,6 +71,9 @@ native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit   
 _batch_norm_with_update batch_norm_update_stats batch_norm_gather_stats*                       -    statistics
 _native_batch_norm_legit _fused_rms_norm _fused_rms_norm_backward             -                one_pass
 
+native_layer_norm native_batch_norm native_group_norm cudnn_batch_norm        -                normalizes
+_native_batch_norm_legit _fused_rms_norm                                      -                normalizes
+
 _softmax* _log_softmax* nll_loss* logsumexp* logcumsumexp*    softmax
 _softmax _log_softmax                       -              one_pass
 _softmax_backward_data _log_softmax_backward_data    -     one_pass cancels
@@ -76,6 +81,10 @@ _softmax_backward_data _log_softmax_backward_data    -     one_pass cancels
 embedding* gather* index* scatter* take* slice_scatter* _unsafe_index*    indexing
 embedding gather index index_select scatter slice_scatter                 -    moves
 select_scatter diagonal_scatter as_strided_scatter                        -    moves
+index index_put _index_put_impl _unsafe_index _unsafe_index_put           -    bounded masks
+gather scatter scatter_add scatter_reduce index_select index_add          -    bounded
+index_reduce index_copy index_fill embedding embedding_dense_backward     -    bounded
+nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward take put    -    bounded
 
 zeros* ones* full* empty* new_* arange* scalar_tensor* fill* zero eye*    fill
 zeros ones full arange                      -              moves untagged
@@ -134,7 +143,6 @@ lift_fresh                                  -              by_place lifts
 lift lift_fresh_copy                        -              lifts
 empty_like full_like ones_like zeros_like   -              by_place fresh
 new_empty new_empty_strided new_full new_ones new_zeros    -    fresh
-index index_put _index_put_impl _unsafe_index _unsafe_index_put    -    masks
 _local_scalar_dense equal allclose is_nonzero item         -    asks
 """
 _OURS = ("aten", "prims", "fcg")
@@ -154,10 +162,12 @@ class OpRow:
     casts: bool = False
     counts: bool = False
     lenient: bool = False
+    bounded: bool = False
     divides: bool = False
     checks: bool = False
     untagged: bool = False
     one_pass: bool = False
+    normalizes: bool = False
     shapeless: bool = False
     by_place: bool = False
     fresh: bool = False
