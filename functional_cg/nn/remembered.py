@@ -31,7 +31,6 @@ from .call import function_of
 __all__ = ["only_remembers"]
 
 _SLICE = torch.ops.aten.slice.Tensor
-_LITERALS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
 
 
 def only_remembers(
@@ -198,7 +197,7 @@ class _Calls(TorchDispatchMode):
         if func.namespace == "prim":
             return func(*args, **kwargs)  # a question about a tensor, not a computation
         given = list(_flat((args, tuple(kwargs.items()))))
-        if func in _LITERALS and type(args[0]) is Tensor:
+        if row_of(func).lifts and type(args[0]) is Tensor:
             with torch._C._DisableTorchDispatch():
                 given = [args[0].dtype, repr(args[0].tolist())]
         result = func(*args, **kwargs)

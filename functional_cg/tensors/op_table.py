@@ -5,6 +5,8 @@ A row names ops, the kind under which costs list them (``-`` for none of its own
 ====================  =====================================================================================
 ``product``           Sums products of elements of two arguments, which have one dtype.
 ``library``           Products that a library's kernel computes, under a compiler, too, and rounds as it stores them.
+``multiplies``        Multiplies matrices, as precisely as modes of torch say.
+``cudnn``             May be computed by cuDNN, or by oneDNN's convolutions, as their modes say.
 ``once``              Rounds once, so that where it overflows does not depend on the kernel.
 ``moves``             Returns numbers of its arguments, or their negatives, or constants: it does not round.
 ``decides``           Maps many values to few: a comparison, a rounding, a sort.
@@ -21,6 +23,7 @@ A row names ops, the kind under which costs list them (``-`` for none of its own
 ``shapeless``         Shapes of its arguments say nothing to it but which dimensions are alike.
 ``by_place``          Makes each element for the one at its place in an argument, though torch does not tag it so.
 ``fresh``             Makes a tensor like an argument, of which it reads no number.
+``zeros``             Makes zeros.
 ``puts``              Writes a value into a tensor; it may be a number on the host.
 ``lifts``             Makes a tensor of a program from one that a literal such as ``torch.tensor([1, 2])`` made.
 ``asks``              Asks for a number on the host.
@@ -29,7 +32,7 @@ A row names ops, the kind under which costs list them (``-`` for none of its own
 ``lists``             Does the same for each tensor of its lists.
 ====================  =====================================================================================
 
-A name that ends with ``*`` stands for all that begin like it, and an op in place has the rows of the one out of place.
+A name with ``*`` stands for all that match it, and an op in place has the rows of the one out of place.
 An op has what all of its rows say, and the kind of the longest name. What has no row has none of this.
 """
 
@@ -57,6 +60,11 @@ scaled_dot_product* _scaled_dot_product* _flash_attention* _efficient_attention*
 _cudnn_attention*                           attention
 _fused_ada* _fused_sgd*                     optimizer      lists
 _foreach_*                                  -              lists
+_foreach_max _foreach_norm _foreach_powsum  reduction
+*mm *mm_* *mv *dot *linear *linear_*        -              multiplies
+*attention* *lstm* *gru*                    -              multiplies
+*conv[!e]* *rnn*                            -              multiplies cudnn
+*cudnn*                                     -              cudnn
 
 add sub mul sum                             -              once
 div                                         -              once
@@ -86,6 +94,7 @@ gather scatter scatter_add scatter_reduce index_select index_add          -    b
 index_reduce index_copy index_fill embedding embedding_dense_backward     -    bounded
 nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward take put    -    bounded
 
+zeros zeros_like new_zeros                  -              zeros
 zeros* ones* full* empty* new_* arange* scalar_tensor* fill* zero eye*    fill
 zeros ones full arange                      -              moves untagged
 eye                                         -              untagged
@@ -155,6 +164,8 @@ class OpRow:
     kind: str | None = None
     product: bool = False
     library: bool = False
+    multiplies: bool = False
+    cudnn: bool = False
     once: bool = False
     moves: bool = False
     decides: bool = False
@@ -171,6 +182,7 @@ class OpRow:
     shapeless: bool = False
     by_place: bool = False
     fresh: bool = False
+    zeros: bool = False
     puts: bool = False
     lifts: bool = False
     asks: bool = False
