@@ -18,6 +18,7 @@ import torch
 
 from ..messages.html import Html, card, line, table
 from ..messages.units import size_of
+from ..shards.transfers import is_between_ranks
 from ..stages.lower.costs import constant_costs, input_costs, metric_costs, slot_costs
 from ..stages.plan import ExecutionPlan
 from ..stages.program import Instr, Program, Var
@@ -250,13 +251,12 @@ def _floor(
 
 def kind_of(instr: Instr) -> str:
     """Return the kind of a call, from the name of its op and torch's tags."""
-    space, _, name = instr.op._schema.name.partition("::")
-    if space.startswith("_c10d"):
+    if is_between_ranks(instr.op):
         return "collective"
     row = row_of(instr.op)
     if row.kind is not None:
         return row.kind
-    if torch.Tag.pointwise in instr.op.tags or row.lists or name.endswith("_backward"):
+    if torch.Tag.pointwise in instr.op.tags or row.lists or instr.name.endswith("_backward"):
         return "elementwise"
     if torch.Tag.reduction in instr.op.tags:
         return "reduction"

@@ -9,6 +9,7 @@ A row names ops, the kind under which costs list them (``-`` for none of its own
 ``cudnn``             May be computed by cuDNN, or by oneDNN's convolutions, as their modes say.
 ``once``              Rounds once, so that where it overflows does not depend on the kernel.
 ``moves``             Returns numbers of its arguments, or their negatives, or constants: it does not round.
+``copies``            Returns its argument as it is, or a copy of it.
 ``decides``           Maps many values to few: a comparison, a rounding, a sort.
 ``cancels``           Sums that may cancel within the call: what is left is how its arguments round.
 ``casts``             Changes the dtype or the place, and keeps integers as they are.
@@ -105,6 +106,7 @@ clone flip roll ravel _conj constant_pad_nd lift_fresh_copy    -    moves
 copy                                        -              moves casts
 _to_copy                                    -              casts once
 cat stack repeat                            -              moves lenient
+alias clone detach                          -              copies
 where masked_fill tril triu                 -              moves untagged
 clamp clamp_min clamp_max hardtanh nan_to_num conj_physical    -    moves
 relu neg abs maximum minimum max_pool2d_with_indices    -  moves
@@ -168,6 +170,7 @@ class OpRow:
     cudnn: bool = False
     once: bool = False
     moves: bool = False
+    copies: bool = False
     decides: bool = False
     cancels: bool = False
     casts: bool = False

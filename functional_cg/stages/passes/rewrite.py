@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ...shards.collectives import WAIT
+from ...tensors.aten import returns_view
 from ...tensors.op_table import row_of
 from ..program import Instr, Program, SlotRange, Var, highest, map_vars, written_storages
 from ..template import Template, merge_given, rename, rewrite_templates
@@ -30,7 +31,6 @@ __all__ = ["clears", "range_tensor", "rewrite"]
 _CLONE = torch.ops.aten.clone.default
 _WHERE = torch.ops.aten.where.self
 _LAZY = frozenset({torch.ops.aten._conj.default, torch.ops.aten._neg_view.default})
-_NOTHING = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
 
 def rewrite(program: Program, places: Sequence[tuple[int, int]]) -> None:
@@ -79,7 +79,7 @@ def _drop_detaches(program: Program, renamed: dict[Var, Var]) -> None:
     kept = []
     for instr in program.instrs:
         rename(instr, renamed)
-        if instr.op in _NOTHING:
+        if row_of(instr.op).copies and returns_view(instr.op):
             renamed[instr.out] = instr.args[0]
         else:
             kept.append(instr)
