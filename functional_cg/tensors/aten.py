@@ -165,15 +165,13 @@ def returns_view(func: Any) -> bool:
 
 def can_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the call draws from a generator; attention and RNNs without dropout do not."""
-    named: dict[str, Any] | None = None
-    if any(parameter.is_generator for parameter in _parameters(func)):
-        named = named_arguments(func, args, kwargs)
-        if named.get("generator") is not None:
-            return True
-    if torch.Tag.nondeterministic_seeded not in tags_of(func):
+    seeded = torch.Tag.nondeterministic_seeded in tags_of(func)
+    if not (seeded or any(parameter.is_generator for parameter in _parameters(func))):
         return False
-    named = named or named_arguments(func, args, kwargs)
-    if named.get("train") is False or named.get("training") is False or named.get("is_training") is False:
+    named = named_arguments(func, args, kwargs)
+    if named.get("generator") is not None:
+        return True
+    if not seeded or any(named.get(name) is False for name in ("train", "training", "is_training")):
         return False
     probabilities = [named[name] for name in _PROBABILITIES if isinstance(named.get(name), (int, float))]
     return not probabilities or any(p > 0 for p in probabilities)

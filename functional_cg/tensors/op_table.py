@@ -10,6 +10,10 @@ A row names ops, the kind under which costs list them (``-`` for none of its own
 ``once``              Rounds once, so that where it overflows does not depend on the kernel.
 ``moves``             Returns numbers of its arguments, or their negatives, or constants: it does not round.
 ``copies``            Returns its argument as it is, or a copy of it.
+``selects``           Returns elements of one argument alone, up to the dtype.
+``replaces``          Returns its first argument with a part of it replaced.
+``uncached``          Torch's fake mode must not cache its results: it would return two tensors for the one that the op
+                      returns twice, and one at the beginning of its memory where the op returns part of another.
 ``decides``           Maps many values to few: a comparison, a rounding, a sort.
 ``cancels``           Sums that may cancel within the call: what is left is how its arguments round.
 ``casts``             Changes the dtype or the place, and keeps integers as they are.
@@ -106,7 +110,11 @@ clone flip roll ravel _conj constant_pad_nd lift_fresh_copy    -    moves
 copy                                        -              moves casts
 _to_copy                                    -              casts once
 cat stack repeat                            -              moves lenient
-alias clone detach                          -              copies
+alias clone detach                          -              copies selects
+to _to_copy copy view _unsafe_view expand unsqueeze select slice                     -    selects
+index_put _unsafe_index_put                 -              replaces
+slice_scatter select_scatter diagonal_scatter as_strided_scatter                     -    replaces uncached
+mkldnn_rnn_layer_backward _new_zeros_with_same_feature_meta                          -    uncached
 where masked_fill tril triu                 -              moves untagged
 clamp clamp_min clamp_max hardtanh nan_to_num conj_physical    -    moves
 relu neg abs maximum minimum max_pool2d_with_indices    -  moves
@@ -171,6 +179,9 @@ class OpRow:
     once: bool = False
     moves: bool = False
     copies: bool = False
+    selects: bool = False
+    replaces: bool = False
+    uncached: bool = False
     decides: bool = False
     cancels: bool = False
     casts: bool = False

@@ -16,8 +16,6 @@ from ...tensors.overlap import crosses, share_bytes, storage_key
 
 __all__ = ["reads_what_it_writes"]
 
-_OF_LISTS = "aten::_foreach_"
-
 
 def reads_what_it_writes(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Tensor]
@@ -33,7 +31,7 @@ def reads_what_it_writes(
     row = row_of(func)
     if row.puts and func._schema.arguments[-1].name == "value":
         return False  # it reads the number that it fills with before it writes
-    if full_name(func).startswith(_OF_LISTS):
+    if full_name(func).startswith("aten::_foreach_"):
         return _one_by_one(args)
     if row.product:  # each element is read for a whole row
         read = list(tensors_in([*args, *(one for key, one in kwargs.items() if key != "out")]))
