@@ -13,8 +13,6 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from ..shards.collectives import is_collective
 from ..tensors.aten import named_arguments
 from ..tensors.op_table import row_of
@@ -109,7 +107,7 @@ def estimate(instr: Instr) -> tuple[float, float]:
     itemsize = next((var.spec.dtype.itemsize for var in instr.inputs()), 4)
     return micros(
         bytes_of(instr, frozenset(instr.outputs())), flops_of(instr), itemsize,
-        least=_KERNEL if torch.Tag.pointwise in instr.op.tags else _REDUCTION, linked=is_collective(instr.op),
+        least=_KERNEL if instr.by_element else _REDUCTION, linked=is_collective(instr.op),
     )  # fmt: skip
 
 

@@ -108,7 +108,7 @@ empty zeros_like ones_like full_like empty_like new_zeros new_full new_empty    
 clone* copy* _to_copy* cat* stack* _foreach_copy* constant_pad* repeat*    copy
 clone flip roll ravel _conj constant_pad_nd lift_fresh_copy    -    moves
 copy                                        -              moves casts
-_to_copy                                    -              casts once
+_to_copy                                    -              casts once untagged
 cat stack repeat                            -              moves lenient
 alias clone detach                          -              copies selects
 to _to_copy copy view _unsafe_view expand unsqueeze select slice                     -    selects
@@ -137,6 +137,7 @@ multinomial* binomial* poisson* binary_cross_entropy* fractional_max_pool* grid_
 _unsafe_masked_index* linalg_eig* _linalg_* _assert_async*                                  -    checks
 
 _prelu_kernel hardswish leaky_relu          -              untagged
+normalized                                  -              untagged
 _prelu_kernel_backward elu_backward glu glu_backward hardshrink_backward hardsigmoid_backward    -    one_pass
 hardswish_backward hardtanh_backward leaky_relu_backward log_sigmoid_forward mish_backward       -    one_pass
 log_sigmoid_backward rrelu_with_noise_backward softplus_backward softshrink_backward             -    one_pass
