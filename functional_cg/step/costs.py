@@ -250,7 +250,7 @@ def _floor(
 
 
 def kind_of(instr: Instr) -> str:
-    """Return the kind of a call, from the name of its op and torch's tags."""
+    """Return the kind of a call, from the op table and torch's tags."""
     if is_between_ranks(instr.op):
         return "collective"
     row = row_of(instr.op)
