@@ -204,6 +204,15 @@ def test_flops_are_those_of_torchs_counter(batch: int, sizes: Any, bias: bool, c
     assert found.flops > 0
 
 
+def test_flops_of_grouped_filters_and_their_gradient() -> None:
+    """Torch's counter counts the gradient once for each group."""
+    state = {"w": torch.ones(6, 2, 3)}
+    loss_fn = lambda p, x: F.conv1d(x, p["w"], groups=2).square().sum()  # noqa: E731
+    lowered = lowered_of(lambda state, x: (fcg.grad(loss_fn)(state, x), {}), state, torch.ones(1, 4, 9))
+    each = 2 * (6 * 7) * (2 * 3)
+    assert lowered.cost_analysis().flops == 2 * each
+
+
 @given(heads=st.integers(1, 3), queries=st.integers(1, 9), keys=st.integers(1, 9), causal=st.booleans())
 def test_flops_of_attention(heads: int, queries: int, keys: int, causal: bool) -> None:
     state = {"q": torch.ones(2, heads, queries, 8), "k": torch.ones(2, heads, keys, 8)}

@@ -122,6 +122,21 @@ def test_one_that_no_kernel_asks_for_is_accepted(inside: Inside, compute: Any) -
         assert_trees_all_equal(step(x), f(x), f"call {n}")
 
 
+def test_a_kernel_of_another_library_may_ask_for_any_mode() -> None:
+    """Nobody knows what it multiplies, whatever its name."""
+
+    def halved(x: Tensor) -> Tensor:
+        with medium():
+            return torch.ops.functional_cg_tests.halved(x)  # type: ignore[no-any-return]
+
+    with torch.library._scoped_library("functional_cg_tests", "FRAGMENT") as library:
+        library.define("halved(Tensor x) -> Tensor")
+        library.impl("halved", lambda x: x / 2, "CompositeExplicitAutograd")
+        torch.library.register_fake("functional_cg_tests::halved", torch.empty_like, lib=library)
+        with pytest.raises(fcg.SideEffectError, match=r"matmul\.fp32_precision"):
+            fcg.graph_fn(halved)(torch.ones(3))
+
+
 def test_the_advice_works() -> None:
     def refused(x: Tensor) -> Tensor:
         with default_dtype(torch.float64):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -10,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..tensors.aten import of_another_library
+from ..tensors.op_table import row_of
 from .modes import SWITCH
 
 __all__ = ["KernelModes", "precision_of"]
-
-_PRODUCTS = re.compile(r"mm|mv|dot|linear|attention|conv|rnn|lstm|gru")
-_CONVOLUTIONS = re.compile(r"conv|cudnn|rnn")
 
 
 def precision_of(backend: str, of: str) -> str:
@@ -24,41 +22,35 @@ def precision_of(backend: str, of: str) -> str:
     return "ieee" if name == "none" else name  # "none" is "ieee" that was never set
 
 
-# Name -> (what reads it, of what, the ops that ask for it; all of them if None).
-_MODES: Mapping[str, tuple[Callable[..., object], tuple[str, ...], re.Pattern[str] | None]] = (
-    MappingProxyType(
-        {
-            "torch.get_default_dtype()": (torch.get_default_dtype, (), None),
-            "torch.are_deterministic_algorithms_enabled()": (
-                torch._C._get_deterministic_algorithms,
-                (),
-                None,
-            ),
-            "torch.backends.cuda.matmul.fp32_precision": (precision_of, ("cuda", "matmul"), _PRODUCTS),
-            "torch.backends.mkldnn.matmul.fp32_precision": (precision_of, ("mkldnn", "matmul"), _PRODUCTS),
-            "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction": (
-                torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
-                (),
-                _PRODUCTS,
-            ),
-            "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction": (
-                torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
-                (),
-                _PRODUCTS,
-            ),
-            "torch.backends.cuda.matmul.allow_fp16_accumulation": (
-                torch._C._get_cublas_allow_fp16_accumulation,
-                (),
-                _PRODUCTS,
-            ),
-            "torch.backends.mkldnn.enabled": (torch._C._get_mkldnn_enabled, (), _PRODUCTS),
-            "torch.backends.cudnn.conv.fp32_precision": (precision_of, ("cuda", "conv"), _CONVOLUTIONS),
-            "torch.backends.mkldnn.conv.fp32_precision": (precision_of, ("mkldnn", "conv"), _CONVOLUTIONS),
-            "torch.backends.cudnn.enabled": (torch._C._get_cudnn_enabled, (), _CONVOLUTIONS),
-            "torch.backends.cudnn.benchmark": (torch._C._get_cudnn_benchmark, (), _CONVOLUTIONS),
-            "torch.backends.cudnn.deterministic": (torch._C._get_cudnn_deterministic, (), _CONVOLUTIONS),
-        }
-    )
+# Name -> (what reads it, of what, the column of the op table that says which ops ask for it; all of them if empty).
+_MODES: Mapping[str, tuple[Callable[..., object], tuple[str, ...], str]] = MappingProxyType(
+    {
+        "torch.get_default_dtype()": (torch.get_default_dtype, (), ""),
+        "torch.are_deterministic_algorithms_enabled()": (torch._C._get_deterministic_algorithms, (), ""),
+        "torch.backends.cuda.matmul.fp32_precision": (precision_of, ("cuda", "matmul"), "multiplies"),
+        "torch.backends.mkldnn.matmul.fp32_precision": (precision_of, ("mkldnn", "matmul"), "multiplies"),
+        "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction": (
+            torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+            (),
+            "multiplies",
+        ),
+        "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction": (
+            torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+            (),
+            "multiplies",
+        ),
+        "torch.backends.cuda.matmul.allow_fp16_accumulation": (
+            torch._C._get_cublas_allow_fp16_accumulation,
+            (),
+            "multiplies",
+        ),
+        "torch.backends.mkldnn.enabled": (torch._C._get_mkldnn_enabled, (), "multiplies"),
+        "torch.backends.cudnn.conv.fp32_precision": (precision_of, ("cuda", "conv"), "cudnn"),
+        "torch.backends.mkldnn.conv.fp32_precision": (precision_of, ("mkldnn", "conv"), "cudnn"),
+        "torch.backends.cudnn.enabled": (torch._C._get_cudnn_enabled, (), "cudnn"),
+        "torch.backends.cudnn.benchmark": (torch._C._get_cudnn_benchmark, (), "cudnn"),
+        "torch.backends.cudnn.deterministic": (torch._C._get_cudnn_deterministic, (), "cudnn"),
+    }
 )
 _DEFAULT_DTYPE, *_ = _MODES
 
@@ -84,8 +76,9 @@ class KernelModes:
             return None
         with SWITCH:  # another thread may have been in the middle of an op
             now = _now()
-        for (name, (*_, asks)), before, after in zip(_MODES.items(), self._then, now, strict=True):
-            if before != after and (asks is None or asks.search(func._schema.name)):
+        row, may_ask = row_of(func), of_another_library(func)
+        for (name, (*_, column)), before, after in zip(_MODES.items(), self._then, now, strict=True):
+            if before != after and (may_ask or not column or getattr(row, column)):
                 if name != _DEFAULT_DTYPE or _takes_the_default(kwargs, tensors()):
                     return name, before, after
         return None

@@ -22,6 +22,7 @@ from ..ambient.compiling import compiling
 from ..state.arena import BufferSpec
 from ..tensors.aten import can_draw
 from ..tensors.fake_mode import aside_on_fakes
+from ..tensors.op_table import row_of
 from ..tensors.overlap import storage_key
 from .attributes import Held, Same, changed, held, newly_known
 from .buffers import buffer_at, unset_buffers
@@ -30,7 +31,6 @@ from .call import function_of
 __all__ = ["only_remembers"]
 
 _SLICE = torch.ops.aten.slice.Tensor
-_LITERALS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
 
 
 def only_remembers(
@@ -106,7 +106,7 @@ class _Call:
 
 def _written(calls: Sequence[_Call]) -> set[int]:
     """Return the storages that calls may write: each of a call that writes any."""
-    writing = [call for call in calls if call.op._schema.is_mutable or "batch_norm" in call.op._schema.name]
+    writing = [call for call in calls if call.op._schema.is_mutable or row_of(call.op).statistics]
     return {storage_key(one) for call in writing for one in _tensors([*call.given, *call.made])}
 
 
@@ -197,7 +197,7 @@ class _Calls(TorchDispatchMode):
         if func.namespace == "prim":
             return func(*args, **kwargs)  # a question about a tensor, not a computation
         given = list(_flat((args, tuple(kwargs.items()))))
-        if func in _LITERALS and type(args[0]) is Tensor:
+        if row_of(func).lifts and type(args[0]) is Tensor:
             with torch._C._DisableTorchDispatch():
                 given = [args[0].dtype, repr(args[0].tolist())]
         result = func(*args, **kwargs)

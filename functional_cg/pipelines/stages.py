@@ -17,8 +17,8 @@ from .. import tree as pytree
 from ..ambient.rehearsal import rehearsing, traced
 from ..errors import HostSyncError, LayoutError
 from ..random.arguments import used_keys
-from ..tensors.aten import argument
 from ..tensors.fake_mode import FakeMode, without_log
+from ..tensors.op_table import row_of
 from ..tensors.overlap import storage_key
 from ..transforms.autodiff import refuse_vector, split_result
 from ..transforms.microbatches import refuse_objects, refuse_whole_numbers, shared_key
@@ -243,18 +243,7 @@ class _Parts:
 
     def _refuse_statistics(self) -> None:
         """Refuse running statistics of a batch norm in training, which go from one micro-batch to the next."""
-
-        def given(call: Call, name: str) -> Any:
-            return argument(call.op, name, call.args, call.kwargs)
-
-        rows = [
-            str(call)
-            for call in self._calls
-            if "batch_norm" in call.op._schema.name
-            and "backward" not in call.op._schema.name
-            and isinstance(given(call, "running_mean"), Tensor)
-            and (given(call, "training") is True or given(call, "train") is True)
-        ]
+        rows = [str(call) for call in self._calls if call.written and row_of(call.op).statistics]
         if rows:
             raise LayoutError.of(
                 self._name,

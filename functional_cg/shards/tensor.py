@@ -29,10 +29,6 @@ _VIEWS = frozenset({"aten::view", "aten::_unsafe_view", "aten::unsqueeze", "aten
 _IN_WORDS = MappingProxyType(
     {"aten._local_scalar_dense.default": "a number of the host, by `.item()`, `float()` or `if`"}
 )
-# Tagged or named like elementwise ops but not elementwise: on a shard they would cover this rank's elements only.
-_NOT_ELEMENTWISE = frozenset(
-    {"aten::equal", "aten::_foreach_max", "aten::_foreach_mm", "aten::_foreach_powsum"}
-)
 
 
 class Sharded(Tensor):
@@ -255,10 +251,10 @@ def _elementwise(
 
 def _same_elements(func: Any) -> bool:
     """Whether an op is elementwise."""
-    name = func._schema.name
     row = row_of(func)
     named_so = torch.Tag.pointwise in func.tags or row.by_place or row.lists
-    return named_so and name not in _NOT_ELEMENTWISE
+    # On a shard, a sum or a comparison of all elements would cover this rank's only.
+    return named_so and not (row.asks or row.multiplies or row.kind == "reduction")
 
 
 def _replicated(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], sources: Sequence[Sharded]) -> Any:

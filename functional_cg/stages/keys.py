@@ -17,12 +17,12 @@ import torch
 from ..random.attention import ATTENTION
 from ..random.samplers import DERIVE
 from ..tensors.aten import named_arguments
+from ..tensors.op_table import row_of
 from .program import Instr, Program, Var, live, map_vars
 from .template import calls_of
 
 __all__ = ["draws_among", "inputs_behind", "is_drawn", "shared_keys"]
 
-_COPIES = frozenset({"aten::alias", "aten::clone", "aten::detach"})
 _DRAWS: Mapping[str, str] = MappingProxyType(
     {"fcg::random_bits": "key", ATTENTION: "draws"}
 )  # what they draw from
@@ -48,7 +48,7 @@ class _Numbers:
         """Number the results of a call."""
         # Compared as text, since 1 == 1.0 == True and 0.0 == -0.0.
         made = instr.op, repr(map_vars(self.of, (instr.args, tuple(instr.kwargs.items()))))
-        copied = self.of(instr.args[0]) if instr.op._schema.name in _COPIES else None
+        copied = self.of(instr.args[0]) if row_of(instr.op).copies else None
         for var in instr.writes:
             self._writes[var.storage] = self._number(object())
         for place, var in enumerate(instr.outputs()):

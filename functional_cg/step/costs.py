@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from numbers import Real
 from types import MappingProxyType
@@ -18,9 +18,10 @@ import torch
 
 from ..messages.html import Html, card, line, table
 from ..messages.units import size_of
+from ..shards.transfers import is_between_ranks
+from ..stages.lower.costs import constant_costs, input_costs, metric_costs, slot_costs
 from ..stages.plan import ExecutionPlan
 from ..stages.program import Instr, Program, Var
-from ..stages.schedule import Schedule
 from ..stages.template import calls_of
 from ..stages.work import bytes_of, flops_of
 from ..state.outline import columns
@@ -30,7 +31,6 @@ __all__ = ["COPIES", "WHAT_COPIES_ARE", "CostAnalysis", "KindOfCall", "cost_anal
 
 COPIES = "(copies)"
 WHAT_COPIES_ARE = f"{COPIES} of inputs in, of new values into the state, of metrics out"
-_ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ def cost_analysis(
         moved[kind] += bytes_of(instr, used)
         if number:
             by_dtype[instr.inputs()[0].spec.dtype] += number
-    copies = list(_step_copies(program, schedule, copies=plan.copies))
+    copies = _step_copies(program, plan)
     if copies:
         calls[COPIES], moved[COPIES] = len(copies), 2 * sum(copies)
     kinds = {name: KindOfCall(calls[name], flops[name], moved[name]) for name, _ in moved.most_common()}
@@ -250,28 +250,28 @@ def _floor(
 
 
 def kind_of(instr: Instr) -> str:
-    """Return the kind of a call, from the name of its op and torch's tags."""
-    space, _, name = instr.op._schema.name.partition("::")
-    if space.startswith("_c10d"):
+    """Return the kind of a call, from the op table and torch's tags."""
+    if is_between_ranks(instr.op):
         return "collective"
-    if any(part in name for part in _ATTENTION):
-        return "attention"
     row = row_of(instr.op)
     if row.kind is not None:
         return row.kind
-    if torch.Tag.pointwise in instr.op.tags or row.lists or name.endswith("_backward"):
+    if torch.Tag.pointwise in instr.op.tags or row.lists or instr.name.endswith("_backward"):
         return "elementwise"
     if torch.Tag.reduction in instr.op.tags:
         return "reduction"
     return "other"
 
 
-def _step_copies(program: Program, plan: Schedule, *, copies: bool) -> Iterator[int]:
-    """Yield the bytes of each copy that a call makes: inputs in, new state to its slots, metrics out."""
-    yield from (var.spec.nbytes for var in program.inputs)
-    for old, _ in plan.commits if copies else ():
-        yield old.spec.nbytes * (2 if old in plan.staged else 1)
-    yield from (var.spec.nbytes for var in plan.outputs if var.spec.device.type == "cuda")
+def _step_copies(program: Program, plan: ExecutionPlan) -> list[int]:
+    """Return the bytes of each leaf that a call copies: of inputs in, of the new state to its slots, of metrics out."""
+    schedule, names = plan.schedule, [""] * len(program.inputs)
+    others = [
+        *input_costs(program, schedule, names), *constant_costs(program, schedule),
+        *metric_costs(program, schedule),
+    ]  # fmt: skip
+    entries = [*slot_costs(program, schedule, copies=plan.copies), *(entry for _, entry in others)]
+    return [entry.copied for entry in entries if entry.copied]
 
 
 def _least_bytes(program: Program, used: set[Var]) -> int:

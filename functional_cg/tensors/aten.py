@@ -1,7 +1,7 @@
 """Side effects of ATen ops: which arguments an op writes, whether it draws, whether it needs the host.
 
-Schemas tell most of it. The tables below list what they hide: batch norm writes its running statistics
-without declaring it; attention and RNN ops have the tag ``nondeterministic_seeded`` even where they draw
+Schemas tell most of it, and the op table what they hide: batch norm writes its running statistics without declaring
+it. Arguments tell the rest: attention and RNN ops have the tag ``nondeterministic_seeded`` even where they draw
 nothing; integer indexing has ``dynamic_output_shape``, too. What an op's schema says is kept: torch makes new objects
 for each question.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ __all__ = [
     "returns_view",
     "sync_reason",
     "tags_of",
-    "takes_layout",
     "tensors_in",
     "unwrapped",
     "written_arguments",
@@ -42,18 +40,6 @@ __all__ = [
 
 # dtypes without a grouped copy on CUDA.
 UNGROUPED = frozenset({torch.uint16, torch.uint32, torch.uint64})
-
-# op name -> (arguments written, flag argument that enables the writes, or "" for always)
-_HIDDEN_WRITES: Mapping[str, tuple[tuple[str, ...], str]] = MappingProxyType(
-    {
-        "aten::native_batch_norm": (("running_mean", "running_var"), "training"),
-        "aten::cudnn_batch_norm": (("running_mean", "running_var"), "training"),
-        "aten::miopen_batch_norm": (("running_mean", "running_var"), "training"),
-        "aten::batch_norm_update_stats": (("running_mean", "running_var"), ""),
-        "aten::batch_norm_gather_stats": (("running_mean", "running_var"), ""),
-        "aten::batch_norm_gather_stats_with_counts": (("running_mean", "running_var"), ""),
-    }
-)
 
 # Names of methods of tensors that write, besides those that end in `_`.
 _IN_PLACE = frozenset(
@@ -146,17 +132,15 @@ def argument(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors among the arguments that the op writes."""
-    # Dynamo looks into it, below a leaf of a state, and does not look into what is cached.
-    hidden = _HIDDEN_WRITES.get(func._schema.name)
-    if hidden is not None:
-        names, flag = hidden
-        named = named_arguments(func, args, kwargs)
-        return list(tensors_in([named.get(name) for name in names])) if not flag or named.get(flag) else []
-    if not func._schema.is_mutable:
+    # Dynamo looks into it, below a leaf of a state, but not into the table, which is cached.
+    trains = "batch_norm" in func._schema.name and row_of(func).statistics
+    trains = trains and argument(func, "training", args, kwargs) is not False
+    if not (trains or func._schema.is_mutable):
         return []
     written: list[Tensor] = []
     for position, parameter in enumerate(func._schema.arguments):
-        if parameter.alias_info is not None and parameter.alias_info.is_write:
+        declared = parameter.alias_info is not None and parameter.alias_info.is_write
+        if declared or (trains and parameter.name in ("running_mean", "running_var")):
             value = args[position] if position < len(args) else kwargs.get(parameter.name)
             written.extend(tensors_in(value))
     return written
@@ -179,22 +163,15 @@ def returns_view(func: Any) -> bool:
     return len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
-def takes_layout(func: Any) -> bool:
-    """Whether the op reads no values of its arguments: only shape, dtype and device."""
-    return row_of(func).fresh
-
-
 def can_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the call draws from a generator; attention and RNNs without dropout do not."""
-    named: dict[str, Any] | None = None
-    if any(parameter.is_generator for parameter in _parameters(func)):
-        named = named_arguments(func, args, kwargs)
-        if named.get("generator") is not None:
-            return True
-    if torch.Tag.nondeterministic_seeded not in tags_of(func):
+    seeded = torch.Tag.nondeterministic_seeded in tags_of(func)
+    if not (seeded or any(parameter.is_generator for parameter in _parameters(func))):
         return False
-    named = named or named_arguments(func, args, kwargs)
-    if named.get("train") is False or named.get("training") is False or named.get("is_training") is False:
+    named = named_arguments(func, args, kwargs)
+    if named.get("generator") is not None:
+        return True
+    if not seeded or any(named.get(name) is False for name in ("train", "training", "is_training")):
         return False
     probabilities = [named[name] for name in _PROBABILITIES if isinstance(named.get(name), (int, float))]
     return not probabilities or any(p > 0 for p in probabilities)
@@ -202,29 +179,19 @@ def can_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 def sync_reason(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return why the call needs the host, or an empty string."""
-    name, tags = full_name(func), tags_of(func)
-    if row_of(func).asks:
+    name, row, tags = full_name(func), row_of(func), tags_of(func)
+    if row.asks or torch.Tag.data_dependent_output in tags:
         return "asks for the value of a tensor on the host"
-    if name == "aten::repeat_interleave" and argument(func, "output_size", args, kwargs) is not None:
-        return ""
     if name == "aten::histc" and argument(func, "min", args, kwargs) == argument(func, "max", args, kwargs):
         return "takes its range from the values of a tensor"
     if name == "aten::_linalg_check_errors" and args[0].device.type == "cuda":
         return "checks on the host whether a decomposition succeeded"
-    if name in {
-        "aten::index",
-        "aten::index_put",
-        "aten::index_put_",
-        "aten::_unsafe_index",
-        "aten::_index_put_impl_",
-    }:
-        indices = named_arguments(func, args, kwargs).get("indices") or ()
-        masks = [i for i in tensors_in(list(indices)) if i.dtype in (torch.bool, torch.uint8)]
+    if row.masks:
+        indices = tensors_in(list(argument(func, "indices", args, kwargs) or ()))
+        masks = any(one.dtype in (torch.bool, torch.uint8) for one in indices)
         return "has a result whose shape depends on the values of a mask" if masks else ""
-    if torch.Tag.dynamic_output_shape in tags:
+    if torch.Tag.dynamic_output_shape in tags and argument(func, "output_size", args, kwargs) is None:
         return "has a result whose shape depends on the values of a tensor"
-    if torch.Tag.data_dependent_output in tags:
-        return "asks for the value of a tensor on the host"
     return ""
 
 

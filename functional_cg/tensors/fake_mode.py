@@ -17,22 +17,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .aten import named_arguments
 from .kernel_results import KernelResults
+from .op_table import row_of
 
 __all__ = ["FakeMode", "aside_on_fakes", "compiler_mode", "without_log"]
 
-# The fake mode's cache would return two tensors where an op returns one tensor as two results, and a tensor at the
-# beginning of its memory where the op returns one that lies in it as another does: the tangent of a view, or a copy
-# of a view with another part.
-_NOT_CACHED = frozenset(
-    {
-        torch.ops.aten.mkldnn_rnn_layer_backward.default,
-        torch.ops.aten._new_zeros_with_same_feature_meta.default,
-        torch.ops.aten.as_strided_scatter.default,
-        torch.ops.aten.diagonal_scatter.default,
-        torch.ops.aten.select_scatter.default,
-        torch.ops.aten.slice_scatter.default,
-    }
-)
 # The tangent of a constant. What torch skips for such a tensor, it skips in a replay too; as a fake tensor it would be
 # taken for one on the meta device.
 _ZERO_TANGENT = torch.ops.aten._efficientzerotensor.default
@@ -59,7 +47,7 @@ class FakeMode(fake_tensor.FakeTensorMode):
             # Below a `triton_op`, the kernels that it wraps. Torch looks rules up by exact type.
             rule = func.python_key_table.get(fake_tensor.FakeTensorMode)
             return NotImplemented if rule is None else rule(self, *args, **kwargs)
-        if func in _NOT_CACHED:
+        if row_of(func).uncached:
             with fake_tensor.disable_fake_tensor_cache(self):
                 return super().dispatch(func, types, args, kwargs)
         if func is _ZERO_TANGENT:

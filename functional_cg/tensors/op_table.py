@@ -5,27 +5,39 @@ A row names ops, the kind under which costs list them (``-`` for none of its own
 ====================  =====================================================================================
 ``product``           Sums products of elements of two arguments, which have one dtype.
 ``library``           Products that a library's kernel computes, under a compiler, too, and rounds as it stores them.
+``multiplies``        Multiplies matrices, as precisely as modes of torch say.
+``cudnn``             May be computed by cuDNN, or by oneDNN's convolutions, as their modes say.
 ``once``              Rounds once, so that where it overflows does not depend on the kernel.
 ``moves``             Returns numbers of its arguments, or their negatives, or constants: it does not round.
+``copies``            Returns its argument as it is, or a copy of it.
+``selects``           Returns elements of one argument alone, up to the dtype.
+``replaces``          Returns its first argument with a part of it replaced.
+``uncached``          Torch's fake mode must not cache its results: it would return two tensors for the one that the op
+                      returns twice, and one at the beginning of its memory where the op returns part of another.
 ``decides``           Maps many values to few: a comparison, a rounding, a sort.
 ``cancels``           Sums that may cancel within the call: what is left is how its arguments round.
 ``casts``             Changes the dtype or the place, and keeps integers as they are.
 ``counts``            Its whole numbers are as large as its arguments say.
 ``lenient``           Accepts any integers, although it is not elementwise.
+``bounded``           Its indices lie within the dimension that they index, which a compiled function checks too late.
 ``divides``           A division, which a host does not do by an integer zero.
 ``checks``            Checks numbers of any dtype, or reads memory where they say.
 ``untagged``          Elementwise, though torch does not tag it so, or makes a value of nothing.
 ``one_pass``          A kernel computes it in one pass over its arguments, or two.
+``normalizes``        Normalizes an argument, and returns its mean, if it takes one, and 1 / deviation after the result.
 ``shapeless``         Shapes of its arguments say nothing to it but which dimensions are alike.
 ``by_place``          Makes each element for the one at its place in an argument, though torch does not tag it so.
 ``fresh``             Makes a tensor like an argument, of which it reads no number.
+``zeros``             Makes zeros.
 ``puts``              Writes a value into a tensor; it may be a number on the host.
 ``lifts``             Makes a tensor of a program from one that a literal such as ``torch.tensor([1, 2])`` made.
 ``asks``              Asks for a number on the host.
+``masks``             Its indices may be masks: then the shape of its result, or which elements it writes, is not known.
+``statistics``        Writes running statistics, unless it is told that it does not train; its schema need not say so.
 ``lists``             Does the same for each tensor of its lists.
 ====================  =====================================================================================
 
-A name that ends with ``*`` stands for all that begin like it, and an op in place has the rows of the one out of place.
+A name with ``*`` stands for all that match it, and an op in place has the rows of the one out of place.
 An op has what all of its rows say, and the kind of the longest name. What has no row has none of this.
 """
 
@@ -47,20 +59,33 @@ linear matmul                               -              library
 _scaled_mm _int_mm                          matmul
 convolution                                 convolution    product library
 convolution_backward                        convolution    library
-convolution* _slow_conv*                    convolution
+convolution* _convolution cudnn_convolution cudnn_convolution_relu cudnn_convolution_add_relu    convolution
+_slow_conv*                                 convolution
+scaled_dot_product* _scaled_dot_product* _flash_attention* _efficient_attention*    attention
+_cudnn_attention*                           attention
 _fused_ada* _fused_sgd*                     optimizer      lists
 _foreach_*                                  -              lists
+_foreach_max _foreach_norm _foreach_powsum  reduction
+*mm *mm_* *mv *dot *linear *linear_*        -              multiplies
+*attention* *lstm* *gru*                    -              multiplies
+*conv[!e]* *rnn*                            -              multiplies cudnn
+*cudnn*                                     -              cudnn
 
 add sub mul sum                             -              once
 div                                         -              once
-div* floor_divide* remainder* fmod*         -              divides
+div divide floor_divide remainder fmod      -              divides
 floor_divide                                -              decides untagged
 remainder fmod                              -              decides
 
 native_layer_norm* native_batch_norm* native_group_norm* cudnn_batch_norm*    normalization    one_pass
 native_batch_norm_backward cudnn_batch_norm_backward batch_norm_backward      -                cancels
 native_layer_norm_backward native_group_norm_backward                         -                cancels
+native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit                  -    statistics
+_batch_norm_with_update batch_norm_update_stats batch_norm_gather_stats*                       -    statistics
 _native_batch_norm_legit _fused_rms_norm _fused_rms_norm_backward             -                one_pass
+
+native_layer_norm native_batch_norm native_group_norm cudnn_batch_norm        -                normalizes
+_native_batch_norm_legit _fused_rms_norm                                      -                normalizes
 
 _softmax* _log_softmax* nll_loss* logsumexp* logcumsumexp*    softmax
 _softmax _log_softmax                       -              one_pass
@@ -69,7 +94,12 @@ _softmax_backward_data _log_softmax_backward_data    -     one_pass cancels
 embedding* gather* index* scatter* take* slice_scatter* _unsafe_index*    indexing
 embedding gather index index_select scatter slice_scatter                 -    moves
 select_scatter diagonal_scatter as_strided_scatter                        -    moves
+index index_put _index_put_impl _unsafe_index _unsafe_index_put           -    bounded masks
+gather scatter scatter_add scatter_reduce index_select index_add          -    bounded
+index_reduce index_copy index_fill embedding embedding_dense_backward     -    bounded
+nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward take put    -    bounded
 
+zeros zeros_like new_zeros                  -              zeros
 zeros* ones* full* empty* new_* arange* scalar_tensor* fill* zero eye*    fill
 zeros ones full arange                      -              moves untagged
 eye                                         -              untagged
@@ -78,8 +108,13 @@ empty zeros_like ones_like full_like empty_like new_zeros new_full new_empty    
 clone* copy* _to_copy* cat* stack* _foreach_copy* constant_pad* repeat*    copy
 clone flip roll ravel _conj constant_pad_nd lift_fresh_copy    -    moves
 copy                                        -              moves casts
-_to_copy                                    -              casts once
+_to_copy                                    -              casts once untagged
 cat stack repeat                            -              moves lenient
+alias clone detach                          -              copies selects
+to _to_copy copy view _unsafe_view expand unsqueeze select slice                     -    selects
+index_put _unsafe_index_put                 -              replaces
+slice_scatter select_scatter diagonal_scatter as_strided_scatter                     -    replaces uncached
+mkldnn_rnn_layer_backward _new_zeros_with_same_feature_meta                          -    uncached
 where masked_fill tril triu                 -              moves untagged
 clamp clamp_min clamp_max hardtanh nan_to_num conj_physical    -    moves
 relu neg abs maximum minimum max_pool2d_with_indices    -  moves
@@ -102,6 +137,7 @@ multinomial* binomial* poisson* binary_cross_entropy* fractional_max_pool* grid_
 _unsafe_masked_index* linalg_eig* _linalg_* _assert_async*                                  -    checks
 
 _prelu_kernel hardswish leaky_relu          -              untagged
+normalized                                  -              untagged
 _prelu_kernel_backward elu_backward glu glu_backward hardshrink_backward hardsigmoid_backward    -    one_pass
 hardswish_backward hardtanh_backward leaky_relu_backward log_sigmoid_forward mish_backward       -    one_pass
 log_sigmoid_backward rrelu_with_noise_backward softplus_backward softshrink_backward             -    one_pass
@@ -139,23 +175,34 @@ class OpRow:
     kind: str | None = None
     product: bool = False
     library: bool = False
+    multiplies: bool = False
+    cudnn: bool = False
     once: bool = False
     moves: bool = False
+    copies: bool = False
+    selects: bool = False
+    replaces: bool = False
+    uncached: bool = False
     decides: bool = False
     cancels: bool = False
     casts: bool = False
     counts: bool = False
     lenient: bool = False
+    bounded: bool = False
     divides: bool = False
     checks: bool = False
     untagged: bool = False
     one_pass: bool = False
+    normalizes: bool = False
     shapeless: bool = False
     by_place: bool = False
     fresh: bool = False
+    zeros: bool = False
     puts: bool = False
     lifts: bool = False
     asks: bool = False
+    masks: bool = False
+    statistics: bool = False
     lists: bool = False
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from .costs import estimate_launch, transfer_micros
+from ..work import flops, micros
 from .rehearsal import Rehearsal
 from .units import Memory, Unit
 from .wrapper import Wrapper
@@ -32,6 +33,7 @@ class Weighing(Rehearsal):
         super().__init__((), known)
         self._sizes = {memory: (one.nbytes, one.itemsize) for memory, one in zip(known, static, strict=True)}
         self._flops: dict[Unit, int] = {}
+        self._counter = _Counter()
 
     def names(self, wrapper: Wrapper, names: Mapping[str, Any]) -> dict[str, Any]:
         """Return the globals of a wrapper for the rehearsal."""
@@ -44,16 +46,13 @@ class Weighing(Rehearsal):
         return {**names, **kernels, **constants, **allocators, **views}
 
     def __enter__(self) -> None:
-        from torch.utils.flop_counter import FlopCounterMode  # imports triton if installed
-
-        self._counter: Any = FlopCounterMode(display=False)
         self._counter.__enter__()
 
     def __exit__(self, *error: object) -> None:
         self._counter.__exit__(*error)
 
     def defined(self, unit: Unit, values: Iterable[tuple[Memory, object]]) -> None:
-        self._flops[unit] = self._counter.get_total_flops() - sum(self._flops.values())
+        self._flops[unit] = self._counter.flops - sum(self._flops.values())
         for memory, value in values:
             tensors = [one for one in _flat(value) if isinstance(one, Tensor)]
             if tensors and memory not in self._sizes:
@@ -68,9 +67,21 @@ class Weighing(Rehearsal):
             moved = sum(nbytes for nbytes, _ in touched)
             itemsize = max((width for _, width in touched), default=4)
             unit.product = bool(self._flops.get(unit))
-            unit.micros, unit.busy = estimate_launch(self._flops.get(unit, 0), moved, itemsize)
-            if unit.link:
-                unit.micros, unit.busy = transfer_micros(moved), 0.0
+            unit.micros, unit.busy = micros(moved, self._flops.get(unit, 0), itemsize, linked=unit.link)
+
+
+class _Counter(TorchDispatchMode):
+    """Counts the FLOPs of products."""
+
+    flops = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.flops += flops(func, args, kwargs, out)
+        return out
 
 
 def on_meta(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from ...state.arena import BufferSpec
+from ...tensors.op_table import row_of
 
 __all__ = [
     "CAST",
@@ -33,7 +34,6 @@ _aten = torch.ops.aten
 CAST = _aten._to_copy.default
 VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default})
 _SOFTMAX, _SLOPE = _aten._log_softmax.default, _aten._log_softmax_backward_data.default
-_ZEROS = frozenset({_aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default})
 
 
 def pick_by_comparison(graph: fx.Graph) -> None:
@@ -53,7 +53,11 @@ def pick_by_comparison(graph: fx.Graph) -> None:
         dim, shape = _dim(node, zeros), node.meta["spec"].shape
         picked = (*shape[:dim], 1, *shape[dim + 1 :])
         shapes = {index.meta["spec"].shape, source.meta["spec"].shape}
-        if zeros.target in _ZEROS and shapes == {picked} and (index, dim, *shape[dim : dim + 1]) in checked:
+        if (
+            row_of(zeros.target).zeros
+            and shapes == {picked}
+            and (index, dim, *shape[dim : dim + 1]) in checked
+        ):
             with graph.inserting_before(node):
                 slope = graph.call_function(picked_slope, (index, source, dim, shape[dim]))
             slope.meta["spec"] = node.meta["spec"]

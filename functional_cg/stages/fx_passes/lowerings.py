@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...tensors import op_table
 from . import old_values, updates
 from .old_values import AFTER, NOW, OWN, keep_old_values
 from .rounding import HALF, ROUNDED
@@ -34,7 +35,8 @@ def compiler_pass(more: str = "") -> Any:
             keep_old_values(graph)
 
         def uuid(self) -> Any:
-            return get_hash_for_files((__file__, str(old_values.__file__), str(updates.__file__)), more)
+            files = old_values.__file__, updates.__file__, op_table.__file__
+            return get_hash_for_files((__file__, *map(str, files)), more)
 
     return KeepOldValues()
 

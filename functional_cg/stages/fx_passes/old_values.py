@@ -32,23 +32,13 @@ import torch
 from torch import fx
 
 from ...tensors.aten import returns_view
+from ...tensors.op_table import row_of
 from ...tensors.overlap import overlaps_itself
 
 __all__ = ["AFTER", "KEPT", "LATER", "NOW", "OWN", "keep_old_values"]
 
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
-# Ops whose result is their first argument with a part replaced.
-_PARTIAL = frozenset(
-    {
-        _aten.index_put.default,
-        _aten._unsafe_index_put.default,
-        _aten.slice_scatter.default,
-        _aten.select_scatter.default,
-        _aten.diagonal_scatter.default,
-        _aten.as_strided_scatter.default,
-    }
-)
 
 _library = torch.library.Library("fcg", "FRAGMENT")
 # Declared as views: the compiler runs no call in place in memory that a view reads later.
@@ -175,7 +165,7 @@ def _copy_what_overlaps(graph: fx.Graph) -> None:
             if _may_be_in_place(call, argument) and (_overlaps(argument) or _reads_again(call, argument)):
                 with graph.inserting_before(call):
                     copy = graph.call_function(_aten.clone.default, (argument,), options)
-                if call.target in _PARTIAL:
+                if row_of(call.target).replaces:
                     call.update_arg(0, copy)
                 else:
                     call.replace_input_with(argument, copy)
@@ -188,7 +178,7 @@ def _overlaps(argument: fx.Node) -> bool:
 
 def _reads_again(call: fx.Node, argument: fx.Node) -> bool:
     """Whether a call that replaces a part of an argument reads what it replaces it with from the same memory."""
-    if call.target not in _PARTIAL:
+    if not row_of(call.target).replaces:
         return False
     others: list[fx.Node] = []
     fx.map_arg((call.args[1:], call.kwargs), others.append)
@@ -243,7 +233,7 @@ def _may_be_in_place(call: fx.Node, argument: fx.Node) -> bool:
     collective = (
         isinstance(call.target, torch._ops.OpOverload) and call.target.namespace == "_c10d_functional"
     )
-    return collective or _wraps(call) or (call.target in _PARTIAL and call.args[0] is argument)
+    return collective or _wraps(call) or (row_of(call.target).replaces and call.args[0] is argument)
 
 
 def _wraps(call: fx.Node) -> bool:

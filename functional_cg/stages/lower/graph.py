@@ -13,6 +13,8 @@ from torch import Tensor, fx
 
 from ...random import decompose_random_bits
 from ...shards.transfers import TRANSFERS
+from ...tensors.op_table import row_of
+from ..fx_passes.canonical import VIEWS
 from ..layouts import laid_out
 from ..passes.division import division_of
 from ..passes.float8 import overflow_of, to_float8
@@ -26,9 +28,8 @@ __all__ = ["Entrance", "build_graph", "calls_of"]
 _CLONE = torch.ops.aten.clone.default
 _TO_COPY = torch.ops.aten._to_copy.default
 _AS_STRIDED = torch.ops.aten.as_strided.default
-_VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
-# In the names of ops of which torch chooses the kernel by the strides of the arguments: on the wrong ones it is slower.
-_BY_STRIDES = ("convolution", "_attention")
+# Kinds of ops of which torch chooses the kernel by the strides of the arguments: on the wrong ones it is slower.
+_BY_STRIDES = ("convolution", "attention")
 # Torch's compiler makes ``addmm`` of a product and its sum with something, and forgets what the sum multiplies it by.
 _SUMS = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor})
 _BULK = 2**16  # words; a launch costs about as much as computing this many one by one
@@ -190,7 +191,7 @@ def _add_calls(
             value = graph.call_function(_restrided, (nodes[root], size, stride, offset - root.offset, laid))
         else:
             # What is written is not laid out anew: the write would be to the copy.
-            by_strides = not instr.writes and any(name in instr.name for name in _BY_STRIDES)
+            by_strides = not instr.writes and row_of(instr.op).kind in _BY_STRIDES
             target = _target(instr, written)
             args = map_vars(node_as_traced if by_strides else node, _with_floats(instr))
             narrow = None
@@ -267,7 +268,7 @@ def _target(instr: Instr, written: Collection[int]) -> Callable[..., Any]:
     writes the memory.
     """
     name = instr.op._schema.name
-    if instr.op in _VIEWS and instr.out.storage not in written:
+    if instr.op in VIEWS and instr.out.storage not in written:
         return torch.ops.aten.reshape.default
     if name == "fcg::random_bits" and not _draws_in_bulk(instr):
         return decompose_random_bits

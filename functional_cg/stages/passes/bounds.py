@@ -7,9 +7,8 @@ torch's kernels are omitted. Checking the tensor beforehand raises the error tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ...tensors.aten import named_arguments
+from ...tensors.op_table import row_of
 from ..program import Instr, Program, Var, highest, map_vars
 
 __all__ = ["check_values"]
@@ -62,77 +62,28 @@ Bounds = Iterator[tuple[Var, int, int, int | None]]
 Demand = tuple[OpOverload, tuple[Any, ...]]
 
 
-def _of_each_dimension(named: Mapping[str, Any]) -> Bounds:
-    for axis, index in enumerate(named["indices"]):
-        if isinstance(index, Var):
-            size = named["self"].spec.shape[axis]
+def _bounds(named: Mapping[str, Any], *, from_the_end: bool) -> Bounds:
+    """Yield the bounds of a call's indices, by the names of its arguments."""
+    shape = named["self"].spec.shape if "self" in named else ()
+    match named:
+        case {"target": index, "ignore_index": ignored}:
+            yield index, 0, shape[min(1, len(shape) - 1)], ignored
+        case {"indices": index, "num_weights": size, "padding_idx": ignored}:
+            yield index, 0, size, ignored
+        case {"indices": index, "weight": weight}:
+            yield index, 0, weight.spec.shape[0], None
+        case {"indices": indices}:
+            yield from (
+                (one, -size, size, None)
+                for one, size in zip(indices, shape, strict=False)
+                if isinstance(one, Var)
+            )
+        case {"index": index, "dim": dim}:
+            size = shape[dim] if shape else 1
+            yield index, -size if from_the_end else 0, size, None
+        case {"index": index}:
+            size = named["self"].spec.numel
             yield index, -size, size, None
-
-
-def _along_one(named: Mapping[str, Any]) -> Bounds:
-    shape = named["self"].spec.shape
-    yield named["index"], 0, shape[named["dim"]] if shape else 1, None
-
-
-def _along_one_or_from_its_end(named: Mapping[str, Any]) -> Bounds:
-    for index, _, size, _ in _along_one(named):
-        yield index, -size, size, None
-
-
-def _of_rows(named: Mapping[str, Any]) -> Bounds:
-    yield named["indices"], 0, named["weight"].spec.shape[0], None
-
-
-def _of_gradients(named: Mapping[str, Any]) -> Bounds:
-    yield named["indices"], 0, named["num_weights"], named["padding_idx"]
-
-
-def _of_elements(named: Mapping[str, Any]) -> Bounds:
-    size = named["self"].spec.numel
-    yield named["index"], -size, size, None
-
-
-def _of_classes(named: Mapping[str, Any]) -> Bounds:
-    shape = named["self"].spec.shape
-    yield named["target"], 0, shape[min(1, len(shape) - 1)], named["ignore_index"]
-
-
-_BOUNDS: Mapping[str, Callable[[Mapping[str, Any]], Bounds]] = MappingProxyType(
-    {
-        "index": _of_each_dimension,
-        "index_put": _of_each_dimension,
-        "index_put_": _of_each_dimension,
-        "_index_put_impl": _of_each_dimension,
-        "_index_put_impl_": _of_each_dimension,
-        "_unsafe_index": _of_each_dimension,
-        "_unsafe_index_put": _of_each_dimension,
-        "gather": _along_one,
-        "scatter": _along_one,
-        "scatter_": _along_one,
-        "scatter_add": _along_one,
-        "scatter_add_": _along_one,
-        "scatter_reduce": _along_one,
-        "scatter_reduce_": _along_one,
-        "index_select": _along_one,
-        "index_add": _along_one,
-        "index_add_": _along_one,
-        "index_reduce": _along_one,
-        "index_reduce_": _along_one,
-        "index_copy": _along_one,
-        "index_copy_": _along_one,
-        "index_fill": _along_one_or_from_its_end,
-        "index_fill_": _along_one_or_from_its_end,
-        "embedding": _of_rows,
-        "embedding_dense_backward": _of_gradients,
-        "nll_loss_forward": _of_classes,
-        "nll_loss_backward": _of_classes,
-        "nll_loss2d_forward": _of_classes,
-        "nll_loss2d_backward": _of_classes,
-        "take": _of_elements,
-        "put": _of_elements,
-        "put_": _of_elements,
-    }
-)
 
 
 def check_values(program: Program, head: Sequence[Instr]) -> list[Instr]:
@@ -168,22 +119,18 @@ def check_values(program: Program, head: Sequence[Instr]) -> list[Instr]:
 
 def _demands(instr: Instr) -> Iterator[Demand]:
     """Yield the checks that a call needs for its tensor arguments."""
-    name = instr.op._schema.name.removeprefix("aten::")
-    named = named_arguments(instr.op, instr.args, instr.kwargs)
-    if name in _BOUNDS:
-        for bounds in _BOUNDS[name](named):
+    row, named = row_of(instr.op), named_arguments(instr.op, instr.args, instr.kwargs)
+    if row.bounded:
+        for bounds in _bounds(named, from_the_end=row.puts):
             if bounds[0].spec.dtype in _INTEGERS and bounds[0].spec.numel:
                 yield _CHECKED, bounds
-    elif name.rstrip("_") in _DIVISIONS and isinstance(named["other"], Var):
+    elif row.divides and isinstance(named["other"], Var):
+        # Integers only: a floating-point division by zero gives infinity or NaN.
         if all(one.spec.dtype in _INTEGERS for one in instr.outputs()):
             yield _DIVISOR, (named["other"],)
-    elif name == "binary_cross_entropy":
+    elif instr.name == "binary_cross_entropy":
         yield _PROBABILITY, (named["self"], "input")
         yield _PROBABILITY, (named["target"], "target")
-
-
-# Checked for integers only: a floating-point division by zero gives infinity or NaN.
-_DIVISIONS = frozenset({"div", "floor_divide", "remainder", "fmod"})
 
 
 def _reading(instr: Instr, names: Mapping[Var, Var]) -> Instr:

@@ -35,7 +35,6 @@ __all__ = ["Choice", "Forward", "is_cheap", "is_fused", "recomputed", "stored"]
 
 _LONG = 64  # calls in a chain of recomputed values
 _NEAR = 25 * 2**20  # bytes of which the next call finds most in the cache of a GPU: half of the L2 of an H100
-_CAST = torch.ops.aten._to_copy.default
 
 
 @dataclass(slots=True)
@@ -252,12 +251,7 @@ def stored(program: Program, forward: Forward) -> tuple[set[int], set[int]]:
 
 def is_cheap(instr: Instr) -> bool:
     """Whether a call makes a single pass over its arguments."""
-    return not instr.is_view and (
-        instr.by_element
-        or row_of(instr.op).untagged
-        or instr.op is _CAST
-        or instr.op is torch.ops.fcg.normalized.default
-    )
+    return not instr.is_view and (instr.by_element or row_of(instr.op).untagged)
 
 
 def is_fused(instr: Instr) -> bool:

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from ...tensors.aten import named_arguments
+from ...tensors.op_table import row_of
 from ..program import Instr, Var
 
 __all__ = ["apply_statistics", "normalized"]
-
-_BATCH = ("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit")
-_STATISTICS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "_fused_rms_norm": ("rstd",),
-        "_native_batch_norm_legit": ("mean", "rstd"),
-        "cudnn_batch_norm": ("mean", "rstd"),
-        "native_batch_norm": ("mean", "rstd"),
-        "native_group_norm": ("mean", "rstd"),
-        "native_layer_norm": ("mean", "rstd"),
-    }
-)  # what follows the result
 
 _library = torch.library.Library("fcg", "FRAGMENT")
 _library.define(
@@ -75,21 +63,17 @@ _library.impl("normalized", apply_statistics, "CompositeExplicitAutograd")
 
 def normalized(instr: Instr) -> Instr | None:
     """Return the elementwise call with the first result of a normalization that returns its statistics, or None."""
-    if instr.name not in _STATISTICS:
+    if not row_of(instr.op).normalizes:
         return None
-    given = dict(zip((argument.name for argument in instr.op._schema.arguments), instr.args, strict=False))
-    given |= instr.kwargs
-    results = dict(zip(("out", *_STATISTICS[instr.name]), instr.out, strict=False))
-    mean, rstd, groups = (
-        results.get("mean"),
-        results["rstd"],
-        0 if instr.name in _BATCH else given.get("group"),
-    )
+    given = named_arguments(instr.op, instr.args, instr.kwargs)
+    out, *statistics = instr.out[:3]
+    mean, rstd = statistics if len(statistics) == 2 else (None, *statistics)
+    groups = 0 if "running_mean" in given else given.get("group")
     if not _are_exact(rstd):
         return None
     args = given["input"], mean, rstd, given.get("weight"), given.get("bias"), groups
     op = torch.ops.fcg.normalized.default
-    return replace(instr, op=op, args=args, kwargs={}, out=results["out"], writes=())
+    return replace(instr, op=op, args=args, kwargs={}, out=out, writes=())
 
 
 def _are_exact(rstd: Var) -> bool:

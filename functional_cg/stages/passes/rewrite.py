@@ -21,18 +21,16 @@ import torch
 from torch import Tensor
 
 from ...shards.collectives import WAIT
+from ...tensors.aten import returns_view
+from ...tensors.op_table import row_of
 from ..program import Instr, Program, SlotRange, Var, highest, map_vars, written_storages
 from ..template import Template, merge_given, rename, rewrite_templates
 
 __all__ = ["clears", "range_tensor", "rewrite"]
 
-_ZEROS = frozenset(
-    {torch.ops.aten.zeros_like.default, torch.ops.aten.zeros.default, torch.ops.aten.new_zeros.default}
-)
 _CLONE = torch.ops.aten.clone.default
 _WHERE = torch.ops.aten.where.self
 _LAZY = frozenset({torch.ops.aten._conj.default, torch.ops.aten._neg_view.default})
-_NOTHING = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
 
 def rewrite(program: Program, places: Sequence[tuple[int, int]]) -> None:
@@ -81,7 +79,7 @@ def _drop_detaches(program: Program, renamed: dict[Var, Var]) -> None:
     kept = []
     for instr in program.instrs:
         rename(instr, renamed)
-        if instr.op in _NOTHING:
+        if row_of(instr.op).copies and returns_view(instr.op):
             renamed[instr.out] = instr.args[0]
         else:
             kept.append(instr)
@@ -144,7 +142,7 @@ def _alias_roles(program: Program, renamed: dict[Var, Var]) -> None:
     zeros = {
         instr.out
         for instr in program.instrs
-        if instr.op in _ZEROS and isinstance(instr.out, Var) and instr.out.storage not in written
+        if row_of(instr.op).zeros and isinstance(instr.out, Var) and instr.out.storage not in written
     }
     place_of = dict(zip(program.slots, program.places, strict=True))
     kept = []

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from ...messages.source import Location
-from ...tensors.aten import takes_layout
 from ...tensors.op_table import row_of
 from ..keys import draws_among, shared_keys
 from ..program import Instr, Program, Var, live
@@ -222,7 +221,7 @@ def _same_kind(instr: Instr) -> Iterator[tuple[Var, Var]]:
     Of several results, each has its own meaning: one is a new value of an argument only if the op says so by its name.
     """
     schema = instr.op._schema
-    if takes_layout(instr.op):
+    if row_of(instr.op).fresh:
         return
     unscaled = row_of(instr.op).kind == "optimizer" and not instr.kwargs.get("grad_scale")
     several = len(schema.returns) > 1

@@ -23,6 +23,7 @@ from ...messages.libraries import sync_fix
 from ...messages.source import at_here, user_frame
 from ...shards.transfers import is_between_ranks
 from ...tensors.aten import named_arguments, tensors_in
+from ...tensors.op_table import row_of
 from ..evaluate import evaluate_all
 from ..program import Constant, Instr, Program, Var, live, written_storages
 from ..template import calls_of
@@ -49,9 +50,6 @@ _FILLS = MappingProxyType(
     }
 )
 BY_NUMBER = frozenset({_aten.masked_fill.Tensor, _aten.masked_fill_.Tensor})
-_BY_MASK = frozenset(
-    f"aten::{name}" for name in "index index_put index_put_ _unsafe_index _index_put_impl_".split()
-)
 
 
 def aside_from_modes(call: Callable[[], _T]) -> _T:
@@ -103,11 +101,6 @@ def value_of(
 _COMPARISONS = frozenset({_aten.lt.Scalar, _aten.le.Scalar, _aten.gt.Scalar, _aten.ge.Scalar})
 # Ops on floating-point numbers that keep or reverse the order of the elements.
 _MONOTONE = frozenset({"aten::clamp", "aten::mul"})
-# Ops whose results hold only elements of one argument, up to the dtype.
-_MOVES = frozenset(
-    f"aten::{name}"
-    for name in "to _to_copy view _unsafe_view clone copy_ detach alias expand unsqueeze select slice".split()
-)
 
 
 def _decided(instrs: Sequence[Instr]) -> dict[int, Tensor]:
@@ -146,14 +139,14 @@ def _ends(instrs: Sequence[Instr], var: Var) -> Tensor | None:
         return aside_from_modes(
             partial(torch.tensor, [0, args[1]], dtype=var.spec.dtype, device=var.spec.device)
         )
-    copies = name == "aten::copy_"
+    copies = instr.name.rstrip("_") == "copy"
     source = args[1] if copies else args[0] if args else None
     if (instr.writes and not copies) or not isinstance(source, Var) or not var.spec.dtype.is_floating_point:
         return None  # integers wrap around
     ends = _ends(before, source)
     if ends is None:
         return None
-    if name in _MOVES:
+    if row_of(instr.op).selects and instr.op is not _aten.view.dtype:
         return aside_from_modes(partial(ends.to, var.spec.dtype))
     if name in _MONOTONE and not any(isinstance(arg, Var) for arg in args[1:]) and not instr.kwargs:
         moved: Tensor = aside_from_modes(partial(instr.op, ends, *args[1:]))
@@ -187,7 +180,7 @@ def by_places(
         shape = torch.broadcast_shapes(*(one.shape for one in args))
         values, mask = (call(_aten.expand.default, (one, shape), {}) for one in args)
         func, args = _aten.index.Tensor, (values, [mask])
-    if func._schema.name not in _BY_MASK:
+    if not row_of(func).masks:
         return None
     named = named_arguments(func, args, kwargs)
     places: list[Any] = []

@@ -16,10 +16,6 @@ from ...tensors.overlap import crosses, share_bytes, storage_key
 
 __all__ = ["reads_what_it_writes"]
 
-# They read the number that they fill with before they write.
-_FILLS = frozenset({"aten::fill_", "aten::index_fill_", "aten::masked_fill_"})
-_OF_LISTS = "aten::_foreach_"
-
 
 def reads_what_it_writes(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Tensor]
@@ -32,12 +28,12 @@ def reads_what_it_writes(
       kwargs: Those by keyword.
       written: The tensors that it writes.
     """
-    name = full_name(func)
-    if name in _FILLS:
-        return False
-    if name.startswith(_OF_LISTS):
+    row = row_of(func)
+    if row.puts and func._schema.arguments[-1].name == "value":
+        return False  # it reads the number that it fills with before it writes
+    if full_name(func).startswith("aten::_foreach_"):
         return _one_by_one(args)
-    if row_of(func).product:  # each element is read for a whole row
+    if row.product:  # each element is read for a whole row
         read = list(tensors_in([*args, *(one for key, one in kwargs.items() if key != "out")]))
         of_itself = "out" not in kwargs  # it adds to its first argument
         return any(_share(one, other) for one in written for other in read[of_itself:])

@@ -27,7 +27,7 @@ from ...shards.reader import Reader
 from ...shards.tensor import Sharded
 from ...state.arena import BufferSpec
 from ...state.boundary import mesh_of
-from ...tensors.aten import tensors_in, written_arguments
+from ...tensors.aten import sync_reason, tensors_in, written_arguments
 from ...tensors.fake_mode import FakeMode
 from ...tensors.op_table import row_of
 from ...tensors.overlap import storage_key
@@ -233,7 +233,7 @@ class Recorder(TorchDispatchMode):
             return aside_from_modes(lambda: func(*args, **kwargs))  # there are no values that could go stale
         if func in BY_NUMBER and args[2].is_cuda:
             return filled(func, args, self._dispatch)
-        if reason := self.rules.needs_host(func, args, kwargs):
+        if reason := sync_reason(func, args, kwargs):
             if known := self._known_result(func, args, kwargs):
                 return known[0]
             if filling := as_filling(func, args, kwargs, self._view):

@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -33,7 +31,8 @@ from ...messages.source import at_here, here, is_user_file, user_frame
 from ...nn.refusals import registered_fix
 from ...pytree.trees import opened
 from ...state.arena import BufferSpec
-from ...tensors.aten import argument, can_draw, sync_reason, tensors_in, written_arguments
+from ...tensors.aten import argument, can_draw, full_name, tensors_in, written_arguments
+from ...tensors.op_table import row_of
 from ...tensors.overlap import storage_key
 from ..variables import History
 from .naming import module_fix, owned_fix, owns, read_fix, way_to
@@ -56,18 +55,6 @@ _FROM_THE_STORAGE = frozenset({"aten::as_strided_", "aten::as_strided_copy", "at
 # Calls C code that makes memory for its results by these ops, and then launches a kernel that is no op.
 _JITERATED = jiterator._JittedFunction.__call__.__code__  # private; test_tensors notices a change
 _MEMORY = frozenset({"aten::empty", "aten::empty_strided"})
-
-
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """What an op could do with some arguments: for most ops, none of this."""
-
-    may_sync: bool
-    may_draw: bool
-    may_write: bool
-    may_move: bool
-    counts_from_the_storage: bool
-    makes_memory: bool
 
 
 def _frames() -> Iterator[FrameType]:
@@ -136,7 +123,6 @@ class Rules:
     ) -> None:
         self._function, self._code, self._on_a_mesh = function, code, on_a_mesh
         self._protected, self._copied, self._fixed = protected, copied, fixed
-        self._facts: dict[Any, _Facts] = {}
         self._modes = KernelModes()
         self.places = Places(function, history)  # what was copied where PyTorch has views
         self._first: FunctionalCGError | None = None
@@ -165,24 +151,22 @@ class Rules:
 
     def check(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """Refuse an op, or return the tensors that it writes."""
-        facts = self._facts.get(func)
-        if facts is None:
-            if func.namespace in _BETWEEN_RANKS:
-                raise self._between_ranks(func)
-            if func.namespace in _COLLECTIVES and not self._on_a_mesh:
-                raise self._without_a_mesh(func)
-            facts = self._facts[func] = _facts(func)
+        name = full_name(func)
+        if func.namespace in _BETWEEN_RANKS:
+            raise self._between_ranks(func)
+        if func.namespace in _COLLECTIVES and not self._on_a_mesh:
+            raise self._without_a_mesh(func)
         if mode := self._modes.changed(func, kwargs, lambda: tensors_in([*args, *kwargs.values()])):
             raise self._mode_changed(func, *mode)
-        if facts.may_draw and can_draw(func, args, kwargs):
+        if can_draw(func, args, kwargs):
             raise self._random(func)
-        if facts.may_move:
+        if row_of(func).casts:
             self._check_move(func, args, kwargs)
-        if facts.counts_from_the_storage and storage_key(args[0]) in self._protected:
+        if name in _FROM_THE_STORAGE and storage_key(args[0]) in self._protected:
             raise self._from_the_storage(func)
-        if facts.makes_memory and _jiterated():
+        if name in _MEMORY and _jiterated():
             raise self._launched_directly()
-        written = written_arguments(func, args, kwargs) if facts.may_write else []
+        written = written_arguments(func, args, kwargs)
         self.places.check(func, args, kwargs, written)
         if written and reads_what_it_writes(func, args, kwargs, written):
             raise self._reads_what_it_writes(func)
@@ -203,11 +187,6 @@ class Rules:
                 f"torch.optim.{optimizer}, lr=...)`, or with an optimizer of `fcg.optim`.",
             )
         return func is torch.ops.prim.device.default or func.namespace == "profiler"
-
-    def needs_host(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        """Return why an op needs values on the host; "" if it does not."""
-        facts = self._facts.get(func) or _facts(func)
-        return sync_reason(func, args, kwargs) if facts.may_sync else ""
 
     def _mode_changed(self, func: Any, name: str, before: object, now: object) -> SideEffectError:
         fix = f"set it before the first call and leave it: `{name.removesuffix('()')}` is one for the whole step."
@@ -414,26 +393,6 @@ class Rules:
             return
         if source.device.type == "cuda":
             raise self.host_read("copies a tensor to the host", func)
-
-
-@cache
-def _facts(func: Any) -> _Facts:
-    name = func._schema.name
-    return _Facts(
-        may_sync=bool(
-            {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags)
-            or any(
-                part in name
-                for part in ("index", "scalar_dense", "equal", "allclose", "item", "histc", "check_err")
-            )
-        ),
-        may_draw=torch.Tag.nondeterministic_seeded in func.tags
-        or any("Generator" in str(parameter.type) for parameter in func._schema.arguments),
-        may_write=func._schema.is_mutable or "batch_norm" in name,
-        may_move=name in {"aten::_to_copy", "aten::copy_"},
-        counts_from_the_storage=name in _FROM_THE_STORAGE,
-        makes_memory=name in _MEMORY,
-    )
 
 
 def _field(owner: str) -> str:

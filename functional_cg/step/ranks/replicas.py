@@ -28,7 +28,7 @@ from ...shards.transfers import RECEIVE
 from ...stages.program import Instr, Program, Var
 from ...stages.template import Template
 from ...state.arena import BufferSpec
-from ...tensors.aten import takes_layout
+from ...tensors.op_table import row_of
 from .between_stages import is_between_stages
 
 __all__ = ["apart", "refuse_divergence", "told_apart"]
@@ -224,7 +224,7 @@ def _followed(
                         add(var, found)
             continue
         found = {}
-        for var in () if takes_layout(instr.op) else instr.inputs():
+        for var in () if row_of(instr.op).fresh else instr.inputs():
             found = of(var) | found
         if number in others:
             found = dict.fromkeys(others[number], f"a number of Python in {instr.op}") | found
@@ -258,7 +258,7 @@ def _reads(template: Template) -> dict[frozenset[int], list[int]]:
         of.setdefault(var.storage, set()).add(place)
     lies = set(of)
     for instr in template.calls:
-        read = () if takes_layout(instr.op) else instr.inputs()
+        read = () if row_of(instr.op).fresh else instr.inputs()
         found = set[int]().union(*(views.get(var) or of[var.storage] for var in read))
         for var in (*instr.outputs(), *instr.writes):
             views.setdefault(var, set()).update(found) if var.storage in lies else of.setdefault(
