@@ -111,9 +111,9 @@ def test_memory_belongs_to_what_first_touches_it() -> None:
     assert touched(last) == ({"slot", "buf4"}, {"buf4"}, set())
     assert [line.partition(" ")[0] for line in first.lines] == ["buf0", "buf1", "two(arg0_1,", "buf3"]
     assert [line.partition(" ")[0] for line in sort.lines] == ["buf4", "buf5", "buf6"]
-    assert wrapper.variables["buf0"] == ["buf0", "buf1", "buf3"]
-    assert wrapper.variables["buf4"] == ["buf4", "buf5", "buf6"]
-    assert [wrapper.before[0], wrapper.before[-1][:4]] == ["torch.cuda.set_device(0)", "buf2"]
+    assert first.defined == [("buf0", name) for name in ("buf0", "buf1", "buf3")]
+    assert sort.defined == [("buf4", name) for name in ("buf4", "buf5", "buf6")]
+    assert [wrapper.first.lines[0], wrapper.first.lines[-1][:4]] == ["torch.cuda.set_device(0)", "buf2"]
     assert wrapper.returned == {"buf4"}
 
 
@@ -144,7 +144,7 @@ def test_a_wait_belongs_to_its_collective() -> None:
     assert [unit.link for unit in wrapper.units] == [True, False, True, False]
     assert not any(unit.fixed for unit in wrapper.units)
     assert between.lines == ["two(arg1_1, arg0_1)"]
-    assert wrapper.variables["buf0"] == ["buf0", "buf1", "buf2", "buf3"]
+    assert launch.defined == [("buf0", name) for name in ("buf0", "buf1", "buf2", "buf3")]
 
 
 @pytest.mark.parametrize(

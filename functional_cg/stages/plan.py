@@ -1,14 +1,15 @@
-"""Lower a traced program to a plan: ATen calls that run on static buffers.
+"""Lower a traced program to a plan: ATen calls that run on static buffers, in one line or on lanes.
 
-What it runs, and in which order, is a ``Schedule``, from ``stages.schedule``.
+What it runs, and in which order, is a ``Schedule``, from ``stages.schedule``. Its calls and copies are units of work,
+from ``stages.branches``: what runs where, what waits for what and when memory is free follows from what they touch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,9 +17,15 @@ from torch import Tensor
 from ..concurrency.interrupts import uninterrupted
 from ..messages.source import Location
 from ..tensors.aten import UNGROUPED, copies
+from .branches.costs import copy_micros, weighed
+from .branches.listing import Timeline, in_line
+from .branches.races import refuse_races
+from .branches.rehearsal import Lanes, Rehearsal
+from .branches.source import lines_of, note, numbered, on_lanes, source_of
+from .branches.units import GIVEN, Memory, Unit, accesses, after_checks, ordered
 from .evaluate import AS_STRIDED, as_strided, evaluate
 from .layouts import laid_out, unsure
-from .lifetimes import dropped_in, last_uses
+from .lifetimes import spanned
 from .passes.fused import in_place
 from .passes.rewrite import clears, range_tensor
 from .program import Instr, Program, Var, vars_in
@@ -29,17 +36,22 @@ from .together import Together
 __all__ = [
     "AtenPlan",
     "Backend",
+    "Branched",
     "Buffers",
     "ExecutionPlan",
     "Replay",
     "Run",
     "Spare",
+    "Spread",
+    "bound",
+    "faster",
     "lower_aten",
-    "note",
-    "staged_line",
 ]
 
 Before = Sequence[Callable[[], Any]]
+Spread = Callable[[Sequence[Unit], frozenset[Memory]], Timeline]
+
+_FASTER = 1.03  # the least measured gain that keeps lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,16 +158,48 @@ class Backend(Protocol):
         ...
 
 
-class AtenPlan:
-    """Runs the traced ATen calls one by one, in a generated function with all names bound.
-
-    Views of static buffers are taken once, at binding. Temporaries are dropped after their last use. A template is a
-    function of its own, which drops what it is given after its last use, too.
+@runtime_checkable
+class Branched(ExecutionPlan, Protocol):
+    """A plan with units that may run on lanes.
 
     Attributes:
+      timeline: What runs where.
+    """
+
+    timeline: Timeline
+
+    def rehearse(self, buffers: Buffers) -> None:
+        """Run once on buffers of no value, in one line, and settle what runs where."""
+        ...
+
+    def bind_to(self, buffers: Buffers, lanes: Lanes) -> Run:
+        """Bind the plan to buffers and lanes."""
+        ...
+
+    def in_line(self) -> ExecutionPlan:
+        """Return the plan of the same program that is made for one line."""
+        ...
+
+    def keep(self, measured: str) -> None:
+        """Stay on lanes, and say what was measured."""
+        ...
+
+
+class AtenPlan:
+    """Runs the traced ATen calls one by one, or on lanes, in a generated function with all names bound.
+
+    Views of static buffers are taken once, at binding. What a unit allocates is dropped after the last that touches it.
+    A template is a function of its own, which drops what it is given after its last use, too.
+
+    Args:
+      program: The program.
+      plan: Its schedule.
+      spread: Chooses what runs where, for units and the memory that leaves the step; None for one line.
+      timed: Whether it ticks after each unit.
+    Attributes:
+      timeline: What runs where.
+      templates: The same for each template.
       ticks: If it is timed: what runs before each ``tick``, a call, or the name of what is copied.
-      head: The calls that the function makes before the commit, in order.
-      dropped: The variables that it drops after each of them, by number.
     """
 
     compiled = False
@@ -165,15 +209,36 @@ class AtenPlan:
     temporaries = 0
     shared: Sequence[str] = ()
 
-    def __init__(self, program: Program, plan: Schedule, *, timed: bool = False) -> None:
-        self.program, self._timed = program, timed
-        self.ticks: list[Instr | str] = []
-        self._plan = self.schedule = plan
+    def __init__(
+        self, program: Program, plan: Schedule, spread: Spread | None = None, *, timed: bool = False
+    ) -> None:
+        self.program, self.schedule = program, plan
         self._ops: dict[str, Any] = {}
+        self._names_of_ops: dict[Any, str] = {}
         self._functions: dict[Template, str] = {}
-        self._hoisted, self.head = self._split_hoisted()
-        self._source = self._generate(self.head)
+        self._hoisted, head = self._split_hoisted()
+        tail = [*(var for instr in plan.fused for var in instr.inputs()), *(var for _, var in plan.commits)]
+        views = [var for instr in self._hoisted for var in instr.outputs()]
+        self._together = Together(head, {*tail, *plan.outputs, *views}, self._fixed)
+        self._first, units = self._calls(head, self._fixed, dict(self._constants()))
+        units += self._tail()
+        self.ticks = [unit.call or unit.name for unit in units]
+        kept = frozenset(f"m{i}" if i in plan.cloned else var.storage for i, var in enumerate(plan.outputs))
+        self.timeline = self._line = in_line(units, kept)
+        self._source, self._sites = source_of(
+            self._line, self._first, self._results(), functions=[*self._functions.values()], timed=timed
+        )
+        self.templates = {template: self._write(template) for template in self._functions}
         self._code = compile(self._source, f"<plan of {program.function}>", "exec")
+        if spread is not None:
+            for unit in units:
+                if unit.call is not None:
+                    weighed(unit, unit.call)
+                    unit.writes |= ordered(unit.call)
+            self.timeline = spread(units, kept)
+            refuse_races(self.timeline, program.function)
+            self._tell()
+        self._rehearsed = self.timeline.lanes == 1
 
     def as_text(self) -> str:
         return self._source
@@ -184,28 +249,60 @@ class AtenPlan:
         raised_at: Callable[[], Location | None] = lambda: None,
         tick: Callable[[], None] = lambda: None,
     ) -> Run:
-        """Bind the plan to buffers.
+        """Bind the plan to buffers, in one line.
 
         Args:
           buffers: The buffers.
           raised_at: Finds the user's line for an exception from a call without a known site.
-          tick: What to call after each call, if the plan is timed.
+          tick: What to call after each unit, if the plan is timed.
         """
-        names = {**self._names(buffers, raised_at), "tick": tick}
+        names = {**self._names(buffers), "tick": tick}
+        names["note"] = partial(note, self.program.function, self._sites, raised_at)
         exec(self._code, names)
         run = names.pop("run")  # no cycle, here and below: buffers are freed with it
         run.__kwdefaults__ = {name: names.pop(name) for name in self._functions.values()}
         return run  # type: ignore[no-any-return]
 
-    def _names(self, buffers: Buffers, raised_at: Callable[[], Location | None]) -> dict[str, Any]:
-        """Return what the generated function refers to."""
+    def rehearse(self, buffers: Buffers) -> None:
+        """Run once on buffers of no value, in one line, and stay there if values lie elsewhere than the trace says."""
+        if self._rehearsed:
+            return
+        static = [*buffers.slots, *buffers.inputs, *buffers.constants]
+        rehearsal = Rehearsal(static, {var.storage for var in self._fixed})
+        self.bind_to(buffers, rehearsal)(())
+        if rehearsal.surprise:
+            why = f"the kernel of `{rehearsal.surprise}` returns other memory than its trace says"
+            self.timeline = replace(self._line, why=why)
+            self._tell()
+        self._rehearsed = True
+
+    def bind_to(self, buffers: Buffers, lanes: Lanes) -> Run:
+        """Bind the plan to buffers and lanes."""
+        names = self._names(buffers)
+        return on_lanes(lanes, self.timeline, self._first, self._results(), names, self.program.function)
+
+    def in_line(self) -> ExecutionPlan:
+        """Return the plan of the same program that is made for one line."""
+        return AtenPlan(self.program, self.schedule)
+
+    def keep(self, measured: str) -> None:
+        """Stay on lanes, and say what was measured."""
+        self.timeline = replace(self.timeline, estimated=False, measured=measured)
+        self._tell()
+
+    def _tell(self) -> None:
+        self.branches = str(self.timeline)
+        self.temporaries = self.timeline.peak if self.timeline.lanes > 1 else 0
+
+    def _names(self, buffers: Buffers) -> dict[str, Any]:
+        """Return what the source refers to."""
         names, program = dict(self._ops), self.program
         for var, tensor in zip(program.slots, buffers.slots, strict=True):
             names[repr(var)] = tensor
         for var, tensor in zip(program.inputs, buffers.inputs, strict=True):
             names[repr(var)] = tensor
         for i, (constant, tensor) in enumerate(zip(program.constants, buffers.constants, strict=True)):
-            names[f"c{i}" if i in self._plan.written_constants else repr(constant.var)] = tensor
+            names[f"c{i}" if i in self.schedule.written_constants else repr(constant.var)] = tensor
         with torch.inference_mode(False), torch.no_grad():
             for known in program.ranges:
                 names[repr(known.var)] = range_tensor(known, [names[repr(leaf)] for leaf in known.leaves])
@@ -213,7 +310,6 @@ class AtenPlan:
                 names[repr(instr.out)] = evaluate(instr, lambda var: names[repr(var)])
         names["uninterrupted"], names["partial"] = uninterrupted, partial
         names["copy_all"], names["laid_out"] = torch._foreach_copy_, laid_out
-        names["note"] = partial(note, program.function, self._sites, raised_at)
         names["commit_slots"] = tuple(
             [names[repr(old)] for old, _ in group] for group in self._commit_groups()
         )
@@ -224,11 +320,11 @@ class AtenPlan:
         """Separate the calls that only take views of static buffers from the rest of the head."""
         fixed = {*self.program.slots, *self.program.inputs, *(known.var for known in self.program.ranges)}
         fixed |= {
-            c.var for i, c in enumerate(self.program.constants) if i not in self._plan.written_constants
+            c.var for i, c in enumerate(self.program.constants) if i not in self.schedule.written_constants
         }
         self._fixed = fixed
         hoisted, head = [], []
-        for instr in self._plan.head:
+        for instr in self.schedule.head:
             makes_one = (
                 isinstance(instr.out, Var) and not instr.writes and not fixed.isdisjoint(instr.inputs())
             )
@@ -242,42 +338,129 @@ class AtenPlan:
     def _commit_groups(self) -> list[list[tuple[Var, Var]]]:
         """Group commits by dtype and by whether strides match: each group is one grouped copy on CUDA."""
         groups: dict[tuple[torch.dtype, bool], list[tuple[Var, Var]]] = {}
-        for old, new in self._plan.commits:
+        for old, new in self.schedule.commits:
             groups.setdefault((old.spec.dtype, old.spec.stride == new.spec.stride), []).append((old, new))
         return list(groups.values())
 
     def _op(self, op: Any) -> str:
-        name = "op_" + "".join(c if c.isalnum() else "_" for c in str(op))
-        function = getattr(op, "_op", op)  # the bare C++ entry, without OpOverload's Python frame
-        while self._ops.setdefault(name, function) is not function:
-            name += "_"
-        return name
+        if op not in self._names_of_ops:
+            name = "op_" + "".join(c if c.isalnum() else "_" for c in str(op))
+            while name in self._ops:
+                name += "_"
+            # The bare C++ entry, without OpOverload's Python frame.
+            self._ops[name], self._names_of_ops[op] = getattr(op, "_op", op), name
+        return self._names_of_ops[op]
 
-    def _lines(self, instr: Instr, dead: Collection[Var] = ()) -> list[str]:
-        """Return the source of a call of the head, and of dropping variables after it."""
+    def _constants(self) -> Iterator[tuple[Unit, Sequence[Var]]]:
+        """Yield copies of literals that the step writes, each with its variable."""
+        for i in sorted(self.schedule.written_constants):
+            var = self.program.constants[i].var
+            yield _copy("constants", repr(var), f"c{i}", var, (), var.storage), [var]
+
+    def _calls(
+        self, calls: Sequence[Instr], fixed: Collection[Var], before: Mapping[Unit, Sequence[Var]]
+    ) -> tuple[Unit, list[Unit]]:
+        """Return the units of calls behind others; a view belongs to the unit that defines what it is a view of.
+
+        Args:
+          calls: The calls.
+          fixed: Variables that are bound: a result that is one of them is not bound again.
+          before: The others, with the variables that they define.
+        Returns:
+          (first, units): the first unit takes views of what is there before all units.
+        """
+        first, units = Unit("a view", []), [*before]
+        owner = {var: number for number, own in enumerate(before.values()) for var in own}
+        there = {var.storage for var in fixed}.union(*(unit.made for unit in units))
+        for instr in calls:
+            defined = [var for var in instr.outputs() if var not in fixed]
+            if instr.only_views:
+                number = max((owner[var] for var in instr.inputs() if var in owner), default=-1)
+                unit = first if number < 0 else units[number]
+            else:
+                reads, writes = accesses(instr)
+                unit = Unit(instr.name, [], reads, writes, call=instr, site=instr.site)
+                for var in defined:
+                    if var.storage not in there:
+                        unit.made[var.storage] = max(unit.made.get(var.storage, 0), spanned(var))
+                there.update(unit.made)
+                if isinstance(instr.op, Template):
+                    # A list holds what it is given: the names are dropped before it runs.
+                    given = self._together.given(instr)
+                    units.append(Unit("given", [given], reads, frozenset({GIVEN}), site=instr.site))
+                    unit.reads = frozenset({GIVEN})
+                number = len(units)
+                units.append(unit)
+            unit.lines += self._lines(instr, fixed)
+            unit.defined += [(var.storage, self._together.name(var)) for var in defined]
+            if number >= 0:
+                owner |= dict.fromkeys(defined, number)
+        return first, units
+
+    def _tail(self) -> Iterator[Unit]:
+        """Yield what runs after the head."""
+        plan = self.schedule
+        for i in sorted(plan.cloned):
+            var = plan.outputs[i]
+            yield _copy("metrics", f"m{i}", repr(var), var, [var.storage], f"m{i}")
+        for old, new in plan.commits:
+            if old in plan.staged:
+                yield _copy("new state", f"w_{old!r}", repr(new), new, [new.storage], f"w_{old!r}")
+        for instr in plan.fused:
+            reads, writes = accesses(instr, in_place=True)
+            line = self._fused_call(instr)
+            yield Unit(
+                instr.name, [line], after_checks(reads), writes, commits=True, call=instr, site=instr.site
+            )
+        for number, group in enumerate(self._commit_groups()):
+            values = [f"w_{old!r}" if old in plan.staged else repr(new) for old, new in group]
+            calls = [f"partial(copy_all, commit_slots[{number}], [{', '.join(values)}])"]
+            if group[0][0].spec.dtype in UNGROUPED:
+                calls = [
+                    f"partial({old!r}.copy_, {new})" for (old, _), new in zip(group, values, strict=True)
+                ]
+            read = {f"w_{old!r}" if old in plan.staged else new.storage for old, new in group}
+            micros, busy = copy_micros(sum(old.spec.nbytes for old, _ in group))
+            yield Unit(
+                "new state", calls, after_checks(read), frozenset(old.storage for old, _ in group),
+                commits=True, micros=micros, busy=busy,
+            )  # fmt: skip
+        padded = frozenset(known.var.storage for known in self.program.ranges)
+        if padded:
+            yield Unit("new state", ["*clears"], writes=padded, commits=True)
+
+    def _results(self) -> str:
+        """Return the source of what the function returns."""
+        names = (
+            f"m{i}" if i in self.schedule.cloned else repr(var) for i, var in enumerate(self.schedule.outputs)
+        )
+        return f"({''.join(f'{name}, ' for name in names)})"
+
+    def _write(self, template: Template) -> Timeline:
+        """Append the function of a template to the source; return what runs there."""
+        given, results = (
+            ", ".join(map(repr, some))
+            for some in (self._together.takes(template), self._together.returns(template))
+        )
+        entrance = Unit("given", [f"[{given}] = given", "given.clear()"])
+        entrance.made = {var.storage: 0 for var in template.given}
+        entrance.writes = frozenset(entrance.made)
+        entrance.defined = [(var.storage, repr(var)) for var in template.given]
+        first, units = self._calls(template.calls, template.given, {entrance: template.given})
+        line = in_line(units, frozenset(var.storage for var in template.results))
+        body = list(lines_of(line, first))
+        self._sites |= numbered(body, self._source.count("\n") + 2)
+        texts = [f"def {self._functions[template]}(given):", *(f"    {text}" for text, _ in body)]
+        self._source += "\n".join([*texts, f"    return [{results}]", ""])
+        return line
+
+    def _lines(self, instr: Instr, fixed: Collection[Var]) -> list[str]:
+        """Return the source of a call."""
         if isinstance(instr.op, Template):
             name = self._functions.setdefault(instr.op, f"template_{len(self._functions)}")
-            return self._together.call(instr, name, dead)
-        return self._in_line(instr, self._fixed, dead)
-
-    def _in_line(self, instr: Instr, fixed: Collection[Var], dead: Iterable[Var]) -> list[str]:
+            return self._together.made(instr, f"{name}(given)")
         call = f"{_target(instr.out, fixed)}{self._call(instr, instr.op)}"
-        turned = (f"{var!r} = laid_out({var!r}, {var.spec.stride})" for var in unsure(instr))
-        return [call, *turned, *_dropped(dead)]
-
-    def _function(self, template: Template, name: str, line: int) -> list[str]:
-        """Return the source of the function of a template, which begins at a line."""
-        dropped = template.known("dropped", dropped_in)
-        lines = [
-            f"def {name}(given):",
-            f"    [{', '.join(map(repr, self._together.takes(template)))}] = given",
-            "    given.clear()",
-        ]
-        lines += [f"    {text}" for text in _dropped(dropped.get(0, ()))]
-        for number, instr in enumerate(template.calls, 1):
-            self._sites[line + len(lines)] = instr.site
-            lines += [f"    {text}" for text in self._in_line(instr, template.given, dropped.get(number, ()))]
-        return [*lines, f"    return [{', '.join(map(repr, self._together.returns(template)))}]"]
+        return [call, *(f"{var!r} = laid_out({var!r}, {var.spec.stride})" for var in unsure(instr))]
 
     def _call(self, instr: Instr, op: Any) -> str:
         arguments = [self._literal(arg) for arg in instr.args]
@@ -300,97 +483,28 @@ class AtenPlan:
         self._ops[name] = value
         return name
 
-    def _constant_line(self, i: int) -> str:
-        return f"{self.program.constants[i].var!r} = c{i}.clone()"
-
-    def _metric_line(self, i: int) -> str:
-        return f"m{i} = {self._plan.outputs[i]!r}{'.clone()' if i in self._plan.cloned else ''}"
-
     def _fused_call(self, instr: Instr) -> str:
         return "partial(" + self._call(instr, in_place(instr.op)).replace("(", ", ", 1)
 
-    def _commit_calls(self) -> Iterator[tuple[list[tuple[Var, Var]], list[str]]]:
-        """Yield each group of commits with the calls that copy it."""
-        for number, group in enumerate(self._commit_groups()):
-            values = [f"w_{old!r}" if old in self._plan.staged else repr(new) for old, new in group]
-            if group[0][0].spec.dtype in UNGROUPED:
-                pairs = zip(group, values, strict=True)
-                yield group, [f"partial({old!r}.copy_, {value})" for (old, _), value in pairs]
-            else:
-                yield group, [f"partial(copy_all, commit_slots[{number}], [{', '.join(values)}])"]
 
-    def _generate(self, head: Sequence[Instr]) -> str:
-        plan = self._plan
-        lines = [self._constant_line(i) for i in sorted(plan.written_constants)]
-        tail_vars = {var for instr in plan.fused for var in instr.inputs()} | {var for _, var in plan.commits}
-        views = {var for instr in self._hoisted for var in instr.outputs()}
-        kept = {*tail_vars, *plan.outputs, *views}
-        self.dropped, self._together = last_uses(head, kept), Together(head, kept, self._fixed)
-        self._sites: dict[int, Location | None] = {}
-
-        def tick(of: Instr | str, into: list[str], text: str = "tick()") -> None:
-            if self._timed:
-                self.ticks.append(of)
-                into.append(text)
-
-        tick("constants", lines)
-        for number, instr in enumerate(head):
-            self._sites[len(lines) + 3] = instr.site  # after `def` and `try`; lines count from 1
-            lines += self._lines(instr, self.dropped.get(number, ()))
-            tick(instr, lines)
-        lines += [self._metric_line(i) for i in range(len(plan.outputs))]
-        tick("metrics", lines)
-        lines += [staged_line(old, new) for old, new in plan.commits if old in plan.staged]
-        tick("new state", lines)
-        calls: list[str] = []
-        for instr in plan.fused:
-            calls.append(self._fused_call(instr))
-            tick(instr, calls, "tick")
-        calls += [call for _, group in self._commit_calls() for call in group]
-        calls.append("*clears")
-        tick("new state", calls, "tick")
-        functions = "".join(f", {name}" for name in self._functions.values())
-        source = (
-            f"def run(before{functions and ', *' + functions}):\n    try:\n"
-            + "".join(f"        {line}\n" for line in lines or ["pass"])
-            + "    except Exception as error:\n        note(error)\n        raise\n"
-            + f"    uninterrupted((*before, {', '.join(calls)}))\n"
-            + f"    return ({''.join(f'm{i}, ' for i in range(len(plan.outputs)))})\n"
-        )
-        for template, name in self._functions.items():
-            source += "\n".join(self._function(template, name, source.count("\n") + 1)) + "\n"
-        return source
-
-
-def _dropped(dead: Iterable[Var]) -> list[str]:
-    names = ", ".join(map(repr, dead))
-    return [f"del {names}"] if names else []
+def _copy(name: str, target: str, source: str, var: Var, reads: Collection[Memory], to: Memory) -> Unit:
+    """Return the unit that copies a value into memory of its own."""
+    micros, busy = copy_micros(var.spec.nbytes)
+    return Unit(
+        name,
+        [f"{target} = {source}.clone()"],
+        frozenset(reads),
+        frozenset({to}),
+        {to: var.spec.nbytes},
+        [(to, target)],
+        micros=micros,
+        busy=busy,
+    )
 
 
 def lower_aten(program: Program, *, timed: bool = False) -> AtenPlan:
     """Lower to ATen calls; fused optimizer ops write their slots in place. For ``timed``, see :class:`AtenPlan`."""
     return AtenPlan(program, schedule(program), timed=timed)
-
-
-def staged_line(old: Var, new: Var) -> str:
-    return f"w_{old!r} = {new!r}.clone()"
-
-
-def note(
-    function: str,
-    sites: Mapping[int, Location | None],
-    raised_at: Callable[[], Location | None],
-    error: Exception,
-) -> None:
-    """Add the user's line to an exception raised by a kernel (an index out of range, say)."""
-    site, here = None, error.__traceback__
-    plan = here and here.tb_frame.f_code.co_filename
-    while here is not None and here.tb_frame.f_code.co_filename == plan:
-        site, here = sites.get(here.tb_lineno, site), here.tb_next
-    site = site or raised_at()
-    error.add_note(
-        f"`{function}`: raised by its replay{f', at {site}' if site else ''}; the state is unchanged."
-    )
 
 
 def _target(out: Any, fixed: Collection[Var]) -> str:
@@ -407,3 +521,38 @@ def _target(out: Any, fixed: Collection[Var]) -> str:
         return "_"
 
     return f"{text(out)} = " if vars_in(out) else ""
+
+
+def bound(
+    plan: ExecutionPlan, run: Run, buffers: Buffers, spare: Buffers, lanes: Callable[[int], Lanes]
+) -> Run:
+    """Return what a capture runs.
+
+    Args:
+      plan: The plan.
+      run: The plan, bound to run in one line.
+      buffers: The static buffers.
+      spare: Buffers of no value.
+      lanes: Makes so many lanes, for a plan with branches.
+    """
+    if not isinstance(plan, Branched):
+        return run
+    plan.rehearse(spare)
+    return run if plan.timeline.lanes == 1 else plan.bind_to(buffers, lanes(plan.timeline.lanes))
+
+
+def faster(lanes: Branched, on_lanes: float, line: ExecutionPlan, in_line: float) -> ExecutionPlan:
+    """Return the plan that was measured to be faster, which says so.
+
+    Args:
+      lanes: A plan on lanes.
+      on_lanes: Milliseconds that a replay of it takes.
+      line: The plan of the same program for one line.
+      in_line: Milliseconds that a replay of that takes.
+    """
+    said = f"measured {on_lanes:.3f} ms on {lanes.timeline.lanes} lanes, {in_line:.3f} ms in one line"
+    if on_lanes * _FASTER < in_line:
+        lanes.keep(said)
+        return lanes
+    line.branches = f"branches: none, {said}"
+    return line

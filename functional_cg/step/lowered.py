@@ -22,9 +22,8 @@ from ..shards.groups import Groups
 from ..shards.mesh import Mesh
 from ..shards.peers import watched
 from ..shards.transfers import TRANSFERS
-from ..stages.branches.plan import Branched
 from ..stages.lower.costs import constant_costs, input_costs, metric_costs, slot_costs, staged_pairs
-from ..stages.plan import ExecutionPlan, Replay
+from ..stages.plan import Branched, ExecutionPlan, Replay
 from ..stages.program import Program
 from ..stages.run.replay import Stats
 from ..stages.template import unrolled

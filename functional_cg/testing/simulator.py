@@ -29,8 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ..concurrency.interrupts import uninterrupted
 from ..concurrency.streams import current_stream
-from ..stages.branches.plan import Branched, bound
-from ..stages.plan import AtenPlan, Before, Buffers, ExecutionPlan, Spare
+from ..stages.plan import AtenPlan, Before, Branched, Buffers, ExecutionPlan, Spare, bound
 from ..stages.run.warm_up import once
 from ..tensors.overlap import storage_key
 from .lanes import SimulatedLanes

@@ -12,8 +12,8 @@ SEVERAL = "it takes several GPUs; the same tests run there, `-m multi_gpu`"
 WARM_UP = "tests/hazards/test_h57_h71_randomness_and_warm_up.py::"
 ON_A_GPU = "which of two lanes is first on a GPU is a matter of chance"
 BLIND = (
-    "        refuse_races(self.timeline, program.function)\n",
-    "        _ = refuse_races\n",
+    "            refuse_races(self.timeline, program.function)\n",
+    "            _ = refuse_races\n",
 )
 
 WRAPPER = "tests/test_wrapper.py::"
@@ -166,7 +166,7 @@ BRANCHES = (
     Mutant(
         "N127 lanes",
         "each rank runs its collectives in the order in which its lanes come to them",
-        (("        writes.add(LINK)\n    if instr.checks", "        pass\n    if instr.checks"),),
+        (("        LINK: is_collective(instr.op),\n", ""),),
         (f"{RANKS}test_the_order_of_collectives_is_a_matter_of_memory",),
         no_gpu="told on the host",
     ),
@@ -205,8 +205,8 @@ BRANCHES = (
         "a commit does not wait for what it copies: a weight's gradient comes behind it",
         (
             (
-                '"commit", [f"{call}()" for call in calls], after_checks(read),\n',
-                '"commit", [f"{call}()" for call in calls], after_checks(() if read else read),\n',
+                '"new state", calls, after_checks(read), frozenset(old.',
+                '"new state", calls, after_checks(() if read else read), frozenset(old.',
             ),
         ),
         (

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...concurrency.interrupts import uninterrupted
 from ...errors.words import words_of
-from ..plan import Run
+from ..plan import Run, Spread
 from .listing import in_line
-from .plan import Lanes, Spread
 from .races import refuse_races
-from .rehearsal import Rehearsal
+from .rehearsal import Lanes, Rehearsal
 from .source import on_lanes
 from .units import Memory, Unit
 from .weights import Weighing, on_meta
@@ -61,7 +59,7 @@ class Launches:
                 raise UnknownStatement(f"{ALIGN}({parameter})")
         units = list(wrapper.units)
         if padded:
-            units.append(Unit("padding", ["for clear in clears: clear()"], frozenset(), frozenset(padded)))
+            units.append(Unit("padding", ["*clears"], writes=frozenset(padded), commits=True))
         self.timeline = in_line(units, wrapper.returned)
         weighing = Weighing(arguments, wrapper.known)
         weigh = self._bind([on_meta(one) for one in arguments], (), weighing, weighing.names(wrapper, names))
@@ -96,28 +94,13 @@ class Launches:
         lanes: Lanes,
         names: Mapping[str, Any] | None = None,
     ) -> Run:
-        wrapper, timeline = self._wrapper, self.timeline
+        wrapper = self._wrapper
         scope = {**self._names, "empty_strided_cpu": _allocated} if names is None else dict(names)
         scope |= {kernel: lanes.kernel(scope[kernel]) for kernel in wrapper.functions}
         scope |= zip(wrapper.parameters, arguments, strict=True)
-        scope |= {"uninterrupted": uninterrupted, "clears": clears, "lanes": lanes, "on": lanes.on}
-        scope |= {"wait": lanes.wait, "record": lanes.record, "rehearsal": lanes}
-        scope |= {"units": timeline.units, "places": timeline.places}
-        lines = on_lanes(
-            timeline,
-            wrapper.variables,
-            wrapper.defined,
-            rehearsed=isinstance(lanes, Rehearsal),
-            entering=wrapper.entering,
-        )
-        body = [*wrapper.before, *(line for line, _ in lines)]
-        source = (
-            "def run(before):\n    uninterrupted(before)\n    with lanes:\n"
-            + "".join(f"        {line}\n" for line in body or ["pass"])
-            + f"    return {wrapper.results}[:{self._count}]\n"
-        )
-        exec(compile(source, f"<launches of {self._name}>", "exec"), scope)
-        return scope.pop("run")  # type: ignore[no-any-return]
+        scope["clears"] = clears
+        results = f"{wrapper.results}[:{self._count}]"
+        return on_lanes(lanes, self.timeline, wrapper.first, results, scope, self._name, wrapper.entering)
 
 
 def _allocated(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -20,7 +20,7 @@ from .choice import allowance
 from .costs import weighed
 from .listing import Timeline, in_line, listed
 from .races import refuse_races
-from .units import LINK, Memory, Unit, accesses
+from .units import LINK, Memory, Unit, accesses, ordered
 
 __all__ = ["beside_collectives", "launches_of"]
 
@@ -54,7 +54,8 @@ class _Calls:
             if not instr.only_views or len({var.storage for var in instr.inputs()}) > 1:
                 reads, writes = accesses(instr)
                 number, before = len(found.units), frozenset(marks[one] for one in owners if one in marks)
-                unit = Unit(instr.name, [], reads | before, writes - {LINK}, site=instr.site)
+                writes |= ordered(instr) - {LINK}
+                unit = Unit(instr.name, [], reads | before, writes, site=instr.site)
                 if instr.only_views:  # it waits for another value, too, and what reads it waits for it
                     marks[number] = f"view {number}"
                     unit.writes |= {marks[number]}

@@ -1,8 +1,8 @@
 """The units of work of a plan, with the memory that they read and write.
 
 Order within a plan matters for nothing but memory, so two units that touch no memory in common, or only read it, may
-run in any order. What is not memory but has an order all the same counts as memory here: a generator, checks, and the
-link between ranks: collectives run in the order of the program, which is the same on all ranks.
+run in any order. What is not memory but has an order all the same counts as memory on lanes: a generator, checks, and
+the link between ranks: collectives run in the order of the program, which is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from ..program import Instr
 
 __all__ = [
     "GENERATOR",
+    "GIVEN",
     "LINK",
     "Memory",
     "Unit",
     "accesses",
     "after_checks",
     "fixed_by",
+    "ordered",
     "predecessors",
 ]
 
 Memory = int | str
 
 GENERATOR, LINK, _CHECKS = "generator", "link", "checks"
+GIVEN = "given"  # the list that a template takes, with all that nobody else holds
 _MOVING = frozenset(f"aten::{name}_" for name in ("resize", "resize_as", "set"))
 
 
@@ -41,10 +44,13 @@ class Unit:
 
     Attributes:
       name: What it is, for people.
-      lines: Its source.
+      lines: Its source; of a unit that commits, calls that are still to be made.
       reads: The memory that it reads.
       writes: The memory that it writes, also what it allocates.
       made: The memory that it allocates, with the bytes; freed once nobody needs it.
+      defined: The names that it binds, each with the memory of its value.
+      commits: Whether it writes what outlasts the step. In one line all such units are one block, after all others.
+      call: The call that it makes, if it is one of a program.
       site: The user's line.
       micros: Estimated microseconds when it runs alone.
       busy: Those that it keeps the whole device busy.
@@ -55,9 +61,12 @@ class Unit:
 
     name: str
     lines: list[str]
-    reads: frozenset[Memory]
-    writes: frozenset[Memory]
+    reads: frozenset[Memory] = frozenset()
+    writes: frozenset[Memory] = frozenset()
     made: dict[Memory, int] = field(default_factory=dict)
+    defined: list[tuple[Memory, str]] = field(default_factory=list)
+    commits: bool = False
+    call: Instr | None = None
     site: Location | None = None
     micros: float = 0.0
     busy: float = 0.0
@@ -80,13 +89,17 @@ def accesses(instr: Instr, *, in_place: bool = False) -> tuple[frozenset[Memory]
     elif not instr.only_views:
         # Also an argument that it returns: its name is new.
         writes |= {var.storage for var in instr.outputs()}
-    if can_draw(instr.op, instr.args, instr.kwargs):
-        writes.add(GENERATOR)
-    if is_collective(instr.op):
-        writes.add(LINK)
-    if instr.checks:
-        writes.add(_CHECKS)
     return frozenset(reads), frozenset(writes)
+
+
+def ordered(instr: Instr) -> frozenset[Memory]:
+    """Return what a call writes that is no memory, but has an order."""
+    found = {
+        GENERATOR: can_draw(instr.op, instr.args, instr.kwargs),
+        LINK: is_collective(instr.op),
+        _CHECKS: instr.checks,
+    }
+    return frozenset(what for what, there in found.items() if there)
 
 
 def fixed_by(op: Any) -> str:

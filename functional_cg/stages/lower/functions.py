@@ -149,6 +149,10 @@ class Head:
       after: If there: called with the arguments and the results of each call.
     """
 
+    namespace = "fcg"
+    tags = ()
+    _schema = torch._C.parse_schema("fcg::compiled(Tensor[] given) -> Tensor[]")
+
     def __init__(
         self,
         part: Program,

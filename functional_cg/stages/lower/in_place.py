@@ -15,7 +15,7 @@ from ...concurrency.interrupts import uninterrupted
 from ...shards.transfers import is_between_ranks
 from ..branches.function import Launches
 from ..branches.listing import Timeline, in_line
-from ..branches.plan import Lanes, Spread
+from ..branches.rehearsal import Lanes
 from ..branches.wrapper import UnknownStatement, Wrapper
 from ..evaluate import evaluate, evaluate_all
 from ..fx_passes.canonical import pick_by_comparison
@@ -24,7 +24,7 @@ from ..fx_passes.logits import has_large_logits
 from ..fx_passes.products import batch_gradients
 from ..passes.fused import group_size, in_place, split_light, written_pairs
 from ..passes.rewrite import clears
-from ..plan import Before, Buffers, ExecutionPlan, Run
+from ..plan import Before, Buffers, ExecutionPlan, Run, Spread
 from ..program import Instr, Program, Var
 from ..schedule import Schedule, schedule
 from .arguments import by_itself, tensors_of

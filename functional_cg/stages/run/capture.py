@@ -20,9 +20,20 @@ from ...concurrency.interrupts import uninterrupted
 from ...concurrency.streams import current_device
 from ...errors import CaptureError, FunctionalCGError, StreamError
 from ...errors.words import words_of
-from ..branches.plan import Branched, Lanes, bound, faster
+from ..branches.rehearsal import Lanes
 from ..evaluate import quiet
-from ..plan import Backend, Before, Buffers, ExecutionPlan, Replay, Run, Spare
+from ..plan import (
+    Backend,
+    Before,
+    Branched,
+    Buffers,
+    ExecutionPlan,
+    Replay,
+    Run,
+    Spare,
+    bound,
+    faster,
+)
 from .reserve import AtOnce, at_once
 from .warm_up import once
 

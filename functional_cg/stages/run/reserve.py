@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...concurrency.garbage import no_garbage_collection
+from ..branches.units import Memory
 from ..plan import AtenPlan, ExecutionPlan
 from .allocations import LARGE, Event, events, highest, multiplies
 
@@ -127,7 +128,7 @@ def taken(found: Sequence[Event], first: Sequence[int] = (), limit: float = math
       first: Bytes of the parts of a segment that is there before.
       limit: From which on it does not matter how many more: some number that is not below it is returned.
     """
-    total, blocks = 0, dict[int, _Block]()
+    total, blocks = 0, dict[Memory, _Block]()
     free: list[tuple[int, int, _Block]] = []
 
     def segment(size: int, wall: int = 0) -> None:
