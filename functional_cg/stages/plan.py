@@ -6,10 +6,11 @@ from ``stages.branches``: what runs where, what waits for what and when memory i
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ from ..tensors.aten import UNGROUPED, copies
 from .branches.costs import copy_micros, weighed
 from .branches.listing import Timeline, in_line
 from .branches.races import refuse_races
-from .branches.rehearsal import Lanes, Rehearsal
-from .branches.source import lines_of, note, numbered, on_lanes, source_of
+from .branches.rehearsal import Lanes
+from .branches.source import Code, lines_of, note, numbered, on_lanes, rehearsed, source_of
 from .branches.units import GIVEN, Memory, Unit, accesses, after_checks, ordered
 from .evaluate import AS_STRIDED, as_strided, evaluate
 from .layouts import laid_out, unsure
@@ -36,9 +37,8 @@ from .together import Together
 __all__ = [
     "AtenPlan",
     "Backend",
-    "Branched",
     "Buffers",
-    "ExecutionPlan",
+    "Plan",
     "Replay",
     "Run",
     "Spare",
@@ -69,34 +69,63 @@ class Run(Protocol):
     def __call__(self, before: Before, /) -> Sequence[Tensor]: ...
 
 
-class ExecutionPlan(Protocol):
-    """The result of a lowering, which can be bound to buffers.
+class Plan(ABC):
+    """The result of a lowering, which can be bound to buffers: units of work, in one line or on lanes.
 
     Attributes:
       schedule: Its calls and commits.
       compiled: Whether a compiler chooses the kernels.
       functions: Number of compiled functions.
       copies: Whether new values are computed elsewhere and copied into their slots.
-      branches: What runs side by side, in words; empty if that is no question.
-      temporaries: Bytes of temporaries at the peak if that is more than in one line; else 0.
+      timeline: What runs where, as far as that is known before it is bound.
+      branches: The same in words; empty if that is no question.
       shared: Which calls share a compiled function, in words: a line for each such function.
     """
 
+    compiled = False
+    functions = 0
+    copies = True
+    branches = ""
+    shared: Sequence[str] = ()
     schedule: Schedule
-    compiled: bool
-    functions: int
-    copies: bool
-    branches: str
-    temporaries: int
-    shared: Sequence[str]
+    timeline = in_line(())
+    _code: Code
+    _rehearsed = False
 
+    @abstractmethod
     def bind(self, buffers: Buffers) -> Run:
-        """Bind the plan to buffers; the result runs on exactly these addresses."""
-        ...
+        """Bind the plan to buffers, in one line; the result runs on exactly these addresses."""
 
+    @abstractmethod
     def as_text(self) -> str:
         """Return the plan as source code."""
-        ...
+
+    def in_line(self) -> Plan:
+        """Return the plan of the same program that is made for one line."""
+        return self
+
+    def bind_to(self, buffers: Buffers, lanes: Lanes) -> Run:
+        """Bind the plan to buffers and lanes."""
+        return on_lanes(lanes, self.timeline, self._code, self._scope(buffers)[0])
+
+    def rehearse(self, buffers: Buffers) -> None:
+        """Run once on buffers of no value, in one line, and stay there if values lie elsewhere than the units say."""
+        if self.timeline.lanes > 1 and not self._rehearsed:
+            self.tell(rehearsed(self.timeline, self._code, *self._scope(buffers)))
+        self._rehearsed = True
+
+    def tell(self, timeline: Timeline) -> None:
+        """Let this be what runs where, and say so."""
+        self.timeline, self.branches = timeline, str(timeline)
+
+    @property
+    def temporaries(self) -> int:
+        """Bytes of temporaries at the peak if that is more than in one line; else 0."""
+        return self.timeline.peak if self.timeline.lanes > 1 else 0
+
+    def _scope(self, buffers: Buffers) -> tuple[Mapping[str, Any], Sequence[Tensor]]:
+        """Return what units on lanes refer to, and those tensors that are there before a run."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +176,7 @@ class Backend(Protocol):
 
     name: str
 
-    def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Spare]) -> Replay:
+    def capture(self, plan: Plan, buffers: Buffers, scratch: Callable[[], Spare]) -> Replay:
         """Capture a plan on its static buffers.
 
         Args:
@@ -158,34 +187,7 @@ class Backend(Protocol):
         ...
 
 
-@runtime_checkable
-class Branched(ExecutionPlan, Protocol):
-    """A plan with units that may run on lanes.
-
-    Attributes:
-      timeline: What runs where.
-    """
-
-    timeline: Timeline
-
-    def rehearse(self, buffers: Buffers) -> None:
-        """Run once on buffers of no value, in one line, and settle what runs where."""
-        ...
-
-    def bind_to(self, buffers: Buffers, lanes: Lanes) -> Run:
-        """Bind the plan to buffers and lanes."""
-        ...
-
-    def in_line(self) -> ExecutionPlan:
-        """Return the plan of the same program that is made for one line."""
-        ...
-
-    def keep(self, measured: str) -> None:
-        """Stay on lanes, and say what was measured."""
-        ...
-
-
-class AtenPlan:
+class AtenPlan(Plan):
     """Runs the traced ATen calls one by one, or on lanes, in a generated function with all names bound.
 
     Views of static buffers are taken once, at binding. What a unit allocates is dropped after the last that touches it.
@@ -202,13 +204,6 @@ class AtenPlan:
       ticks: If it is timed: what runs before each ``tick``, a call, or the name of what is copied.
     """
 
-    compiled = False
-    functions = 0
-    copies = True
-    branches = ""
-    temporaries = 0
-    shared: Sequence[str] = ()
-
     def __init__(
         self, program: Program, plan: Schedule, spread: Spread | None = None, *, timed: bool = False
     ) -> None:
@@ -220,25 +215,24 @@ class AtenPlan:
         tail = [*(var for instr in plan.fused for var in instr.inputs()), *(var for _, var in plan.commits)]
         views = [var for instr in self._hoisted for var in instr.outputs()]
         self._together = Together(head, {*tail, *plan.outputs, *views}, self._fixed)
-        self._first, units = self._calls(head, self._fixed, dict(self._constants()))
+        first, units = self._calls(head, self._fixed, dict(self._constants()))
         units += self._tail()
         self.ticks = [unit.call or unit.name for unit in units]
         kept = frozenset(f"m{i}" if i in plan.cloned else var.storage for i, var in enumerate(plan.outputs))
-        self.timeline = self._line = in_line(units, kept)
-        self._source, self._sites = source_of(
-            self._line, self._first, self._results(), functions=[*self._functions.values()], timed=timed
-        )
+        known = {var.storage for var in self._fixed}
+        self._code = code = Code(program.function, first, self._results(), kept, known)
+        self.timeline = in_line(units, kept)
+        functions = [*self._functions.values()]
+        self._source, self._sites = source_of(self.timeline, code, functions=functions, timed=timed)
         self.templates = {template: self._write(template) for template in self._functions}
-        self._code = compile(self._source, f"<plan of {program.function}>", "exec")
+        self._compiled = compile(self._source, f"<plan of {program.function}>", "exec")
         if spread is not None:
             for unit in units:
                 if unit.call is not None:
                     weighed(unit, unit.call)
                     unit.writes |= ordered(unit.call)
-            self.timeline = spread(units, kept)
+            self.tell(spread(units, kept))
             refuse_races(self.timeline, program.function)
-            self._tell()
-        self._rehearsed = self.timeline.lanes == 1
 
     def as_text(self) -> str:
         return self._source
@@ -258,41 +252,16 @@ class AtenPlan:
         """
         names = {**self._names(buffers), "tick": tick}
         names["note"] = partial(note, self.program.function, self._sites, raised_at)
-        exec(self._code, names)
+        exec(self._compiled, names)
         run = names.pop("run")  # no cycle, here and below: buffers are freed with it
         run.__kwdefaults__ = {name: names.pop(name) for name in self._functions.values()}
         return run  # type: ignore[no-any-return]
 
-    def rehearse(self, buffers: Buffers) -> None:
-        """Run once on buffers of no value, in one line, and stay there if values lie elsewhere than the trace says."""
-        if self._rehearsed:
-            return
-        static = [*buffers.slots, *buffers.inputs, *buffers.constants]
-        rehearsal = Rehearsal(static, {var.storage for var in self._fixed})
-        self.bind_to(buffers, rehearsal)(())
-        if rehearsal.surprise:
-            why = f"the kernel of `{rehearsal.surprise}` returns other memory than its trace says"
-            self.timeline = replace(self._line, why=why)
-            self._tell()
-        self._rehearsed = True
-
-    def bind_to(self, buffers: Buffers, lanes: Lanes) -> Run:
-        """Bind the plan to buffers and lanes."""
-        names = self._names(buffers)
-        return on_lanes(lanes, self.timeline, self._first, self._results(), names, self.program.function)
-
-    def in_line(self) -> ExecutionPlan:
-        """Return the plan of the same program that is made for one line."""
+    def in_line(self) -> Plan:
         return AtenPlan(self.program, self.schedule)
 
-    def keep(self, measured: str) -> None:
-        """Stay on lanes, and say what was measured."""
-        self.timeline = replace(self.timeline, estimated=False, measured=measured)
-        self._tell()
-
-    def _tell(self) -> None:
-        self.branches = str(self.timeline)
-        self.temporaries = self.timeline.peak if self.timeline.lanes > 1 else 0
+    def _scope(self, buffers: Buffers) -> tuple[Mapping[str, Any], Sequence[Tensor]]:
+        return self._names(buffers), [*buffers.slots, *buffers.inputs, *buffers.constants]
 
     def _names(self, buffers: Buffers) -> dict[str, Any]:
         """Return what the source refers to."""
@@ -523,9 +492,7 @@ def _target(out: Any, fixed: Collection[Var]) -> str:
     return f"{text(out)} = " if vars_in(out) else ""
 
 
-def bound(
-    plan: ExecutionPlan, run: Run, buffers: Buffers, spare: Buffers, lanes: Callable[[int], Lanes]
-) -> Run:
+def bound(plan: Plan, run: Run, buffers: Buffers, spare: Buffers, lanes: Callable[[int], Lanes]) -> Run:
     """Return what a capture runs.
 
     Args:
@@ -535,13 +502,11 @@ def bound(
       spare: Buffers of no value.
       lanes: Makes so many lanes, for a plan with branches.
     """
-    if not isinstance(plan, Branched):
-        return run
     plan.rehearse(spare)
     return run if plan.timeline.lanes == 1 else plan.bind_to(buffers, lanes(plan.timeline.lanes))
 
 
-def faster(lanes: Branched, on_lanes: float, line: ExecutionPlan, in_line: float) -> ExecutionPlan:
+def faster(lanes: Plan, on_lanes: float, line: Plan, in_line: float) -> Plan:
     """Return the plan that was measured to be faster, which says so.
 
     Args:
@@ -552,7 +517,7 @@ def faster(lanes: Branched, on_lanes: float, line: ExecutionPlan, in_line: float
     """
     said = f"measured {on_lanes:.3f} ms on {lanes.timeline.lanes} lanes, {in_line:.3f} ms in one line"
     if on_lanes * _FASTER < in_line:
-        lanes.keep(said)
+        lanes.tell(replace(lanes.timeline, estimated=False, measured=said))
         return lanes
     line.branches = f"branches: none, {said}"
     return line

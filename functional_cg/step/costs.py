@@ -18,7 +18,7 @@ import torch
 
 from ..messages.html import Html, card, line, table
 from ..messages.units import size_of
-from ..stages.plan import ExecutionPlan
+from ..stages.plan import Plan
 from ..stages.program import Instr, Program, Var
 from ..stages.schedule import Schedule
 from ..stages.template import calls_of
@@ -170,7 +170,7 @@ def _positive(name: str, value: Any) -> float | None:
 
 def cost_analysis(
     program: Program,
-    plan: ExecutionPlan,
+    plan: Plan,
     *,
     seconds: float | None = None,
     bandwidth: float | None = None,

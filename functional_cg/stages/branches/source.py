@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from textwrap import indent
 from typing import Any
@@ -11,22 +12,46 @@ from torch import Tensor
 
 from ...concurrency.interrupts import uninterrupted
 from ...messages.source import Location
-from .listing import Timeline
+from .listing import Timeline, in_line
 from .rehearsal import Lanes, Rehearsal
 from .units import Memory, Unit
 
-__all__ = ["lines_of", "note", "numbered", "on_lanes", "source_of"]
+__all__ = ["Code", "lines_of", "note", "numbered", "on_lanes", "rehearsed", "source_of"]
 
 _GUARD = "except Exception as error:\n    note(error)\n    raise\n"
 
 
+Run = Callable[[Sequence[Callable[[], Any]]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """What a function has beside its units.
+
+    Attributes:
+      function: Name of the user's function.
+      first: What runs before all units.
+      results: What it returns, as source.
+      kept: The memory of that.
+      known: Memory that is there before the run.
+      entering: What each lane runs when it goes on.
+      kernels: Names of what it calls that does not pass by torch's dispatcher.
+    """
+
+    function: str
+    first: Unit
+    results: str
+    kept: frozenset[Memory]
+    known: Collection[Memory]
+    entering: Sequence[str] = ()
+    kernels: Collection[str] = ()
+
+
 def source_of(
     timeline: Timeline,
-    first: Unit,
-    results: str,
+    code: Code,
     *,
     on_lanes: bool = False,
-    entering: Sequence[str] = (),
     functions: Sequence[str] = (),
     rehearsed: bool = False,
     timed: bool = False,
@@ -37,14 +62,13 @@ def source_of(
 
     Args:
       timeline: The schedule.
-      first: What runs before all units.
-      results: What the function returns, as source.
+      code: What else the function has.
       on_lanes: Whether it runs on lanes, rather than in one line.
-      entering: As for :func:`lines_of`, like ``rehearsed`` and ``timed``.
       functions: Names of functions that it calls, each an argument of it.
+      rehearsed: As for :func:`lines_of`, like ``timed``.
     """
     lines = list(
-        lines_of(timeline, first, on_lanes=on_lanes, entering=entering, rehearsed=rehearsed, timed=timed)
+        lines_of(timeline, code.first, code.entering, on_lanes=on_lanes, rehearsed=rehearsed, timed=timed)
     )
     body = "\n".join(f"    {line}" for line, _ in lines) or "    pass"
     start = f"def run({', '.join(['before', *(['*', *functions] if functions else [])])}):\n"
@@ -53,7 +77,7 @@ def source_of(
     if on_lanes:
         start, end = f"{start}    uninterrupted(before)\n    with lanes:\n", ""
     guarded = indent(f"try:\n{body}\n{_GUARD}", "    " * (1 + on_lanes))
-    return f"{start}{guarded}{end}    return {results}\n", numbered(lines, start.count("\n") + 2)
+    return f"{start}{guarded}{end}    return {code.results}\n", numbered(lines, start.count("\n") + 2)
 
 
 def numbered(lines: Iterable[tuple[str, Unit | None]], start: int) -> dict[int, Location | None]:
@@ -64,9 +88,9 @@ def numbered(lines: Iterable[tuple[str, Unit | None]], start: int) -> dict[int, 
 def lines_of(
     timeline: Timeline,
     first: Unit,
+    entering: Sequence[str] = (),
     *,
     on_lanes: bool = False,
-    entering: Sequence[str] = (),
     rehearsed: bool = False,
     timed: bool = False,
 ) -> Iterator[tuple[str, Unit | None]]:
@@ -78,8 +102,8 @@ def lines_of(
     Args:
       timeline: The schedule.
       first: What runs before all units.
-      on_lanes: Whether it runs on lanes.
       entering: What each lane runs when it goes on.
+      on_lanes: Whether it runs on lanes.
       rehearsed: Whether a rehearsal is told of all that is defined and freed.
       timed: Whether it ticks after each unit.
     """
@@ -122,32 +146,39 @@ def _pairs(unit: Unit) -> str:
     return f"[{', '.join(f'({memory!r}, {name})' for memory, name in unit.defined)}]"
 
 
-def on_lanes(
-    lanes: Lanes,
-    timeline: Timeline,
-    first: Unit,
-    results: str,
-    names: Mapping[str, Any],
-    function: str,
-    entering: Sequence[str] = (),
-) -> Callable[..., Sequence[Tensor]]:
+def on_lanes(lanes: Lanes, timeline: Timeline, code: Code, names: Mapping[str, Any]) -> Run:
     """Return the units of a schedule, bound to lanes.
 
     Args:
       lanes: The lanes; a rehearsal is told of all that is defined and freed.
       timeline: The schedule.
-      first: As for :func:`source_of`, like ``results`` and ``entering``.
+      code: What else the function has.
       names: What the source refers to.
-      function: Name of the user's function.
     """
-    source, sites = source_of(
-        timeline, first, results, on_lanes=True, entering=entering, rehearsed=isinstance(lanes, Rehearsal)
-    )
+    source, sites = source_of(timeline, code, on_lanes=True, rehearsed=isinstance(lanes, Rehearsal))
     scope = {**names, "lanes": lanes, "on": lanes.on, "wait": lanes.wait, "record": lanes.record}
-    scope |= {"rehearsal": lanes, "first": first, "units": timeline.units, "places": timeline.places}
-    scope |= {"uninterrupted": uninterrupted, "note": partial(note, function, sites, lambda: None)}
-    exec(compile(source, f"<branches of {function}>", "exec"), scope)
+    scope |= {"rehearsal": lanes, "first": code.first, "units": timeline.units, "places": timeline.places}
+    scope |= {"uninterrupted": uninterrupted, "note": partial(note, code.function, sites, lambda: None)}
+    scope |= {kernel: lanes.kernel(scope[kernel]) for kernel in code.kernels}
+    exec(compile(source, f"<branches of {code.function}>", "exec"), scope)
     return scope.pop("run")  # type: ignore[no-any-return]
+
+
+def rehearsed(timeline: Timeline, code: Code, names: Mapping[str, Any], static: Iterable[Tensor]) -> Timeline:
+    """Run units once, in one line; return their schedule, or one line if values lie elsewhere than the units say.
+
+    Args:
+      timeline: The schedule.
+      code: What else the function has.
+      names: What the source refers to: tensors of no value.
+      static: Those of them that are there before the run.
+    """
+    rehearsal = Rehearsal(static, code.known)
+    on_lanes(rehearsal, timeline, code, names)(())
+    if not rehearsal.surprise:
+        return timeline
+    why = f"the kernel of `{rehearsal.surprise}` returns other memory than its trace says"
+    return replace(in_line(timeline.units, code.kept), why=why)
 
 
 def note(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...shards.collectives import WAIT, is_collective
+from .source import Code
 from .units import GENERATOR, LINK, Memory, Unit, fixed_by
 
 __all__ = ["ALIGN", "UnknownStatement", "Wrapper"]
@@ -81,6 +82,11 @@ class Wrapper:
         self._owner |= dict.fromkeys(arguments)
         for statement in _flat(body):
             self._read(statement, ast.unparse(statement))
+
+    def code(self, function: str, count: int) -> Code:
+        """Return what there is beside the units; of the results, so many leave the step."""
+        results = f"{self.results}[:{count}]"
+        return Code(function, self.first, results, self.returned, self.known, self.entering, self.functions)
 
     def _read(self, statement: ast.stmt, text: str) -> None:
         match statement:

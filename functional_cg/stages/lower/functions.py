@@ -18,7 +18,7 @@ from ...state.outline import count
 from ...tensors.overlap import storage_key
 from ..layouts import laid_out
 from ..passes.bounds import check_values
-from ..plan import AtenPlan, Buffers, Run
+from ..plan import AtenPlan, Buffers, Plan, Run
 from ..program import Instr, Program, Var
 from ..schedule import Schedule
 from ..template import Template
@@ -255,7 +255,7 @@ def checked(
     return check_values(part, calls) if device.type == "cpu" and compiler is None else calls
 
 
-class FunctionsPlan:
+class FunctionsPlan(Plan):
     """Runs compiled functions among ATen calls, in the order of a schedule.
 
     Args:
@@ -265,7 +265,7 @@ class FunctionsPlan:
       device: Where it runs.
       reference: The program as traced, which finds the user's line for an exception from a compiled function.
       heads: The functions.
-      copies: As for :class:`ExecutionPlan`, like ``shared``.
+      copies: As for :class:`Plan`, like ``shared``.
       shared: Likewise.
       one_by_one: Whether each function is compared with its calls by itself.
     Attributes:
@@ -273,8 +273,6 @@ class FunctionsPlan:
     """
 
     compiled = True
-    branches = ""
-    temporaries = 0
 
     def __init__(
         self,

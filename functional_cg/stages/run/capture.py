@@ -25,9 +25,8 @@ from ..evaluate import quiet
 from ..plan import (
     Backend,
     Before,
-    Branched,
     Buffers,
-    ExecutionPlan,
+    Plan,
     Replay,
     Run,
     Spare,
@@ -64,7 +63,7 @@ class CPUBackend:
 
     name = "cpu"
 
-    def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Spare]) -> Replay:
+    def capture(self, plan: Plan, buffers: Buffers, scratch: Callable[[], Spare]) -> Replay:
         return _DirectReplay(plan.bind(buffers))
 
     def record(self, run: Run) -> Replay:
@@ -148,7 +147,7 @@ class CUDABackend:
                 raise
             warm_up.synchronize()
 
-    def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Spare]) -> Replay:
+    def capture(self, plan: Plan, buffers: Buffers, scratch: Callable[[], Spare]) -> Replay:
         with torch.cuda.device(self._device), quiet():
             caller = torch.cuda.current_stream(self._device)
             with self.aside():
@@ -207,9 +206,7 @@ class CUDABackend:
         _free_workspaces()
         return _GraphReplay(graph, run, static, self._device)
 
-    def choose_lanes(
-        self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Spare]
-    ) -> ExecutionPlan:
+    def choose_lanes(self, plan: Plan, buffers: Buffers, scratch: Callable[[], Spare]) -> Plan:
         """Return a plan, or, if an estimate has put it on lanes and is measured to be wrong, the one for one line.
 
         Args:
@@ -217,7 +214,7 @@ class CUDABackend:
           buffers: As for :meth:`capture`; nothing runs on the slots.
           scratch: Likewise.
         """
-        if not (isinstance(plan, Branched) and plan.timeline.estimated):
+        if not plan.timeline.estimated:
             return plan
         with torch.cuda.device(self._device), quiet():
             with self.aside():

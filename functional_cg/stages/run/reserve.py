@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...concurrency.garbage import no_garbage_collection
 from ..branches.units import Memory
-from ..plan import AtenPlan, ExecutionPlan
+from ..plan import AtenPlan, Plan
 from .allocations import LARGE, Event, events, highest, multiplies
 
 __all__ = ["AtOnce", "at_once", "taken"]
@@ -79,7 +79,7 @@ class _Block:
 
 
 @no_garbage_collection()
-def at_once(plan: ExecutionPlan) -> AtOnce:
+def at_once(plan: Plan) -> AtOnce:
     """Return what to take at once for the large temporaries of a plan; nothing if that is unknown, or not worth it."""
     if not isinstance(plan, AtenPlan) or plan.temporaries:  # lanes share no memory
         return AtOnce()
