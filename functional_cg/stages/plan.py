@@ -62,6 +62,15 @@ class Buffers:
     inputs: Sequence[Tensor]
     constants: Sequence[Tensor]
 
+    def tensors(self, program: Program) -> dict[Var, Tensor]:
+        """Return the tensors of a program's slots, inputs, constants and ranges."""
+        known = [*program.slots, *program.inputs, *(constant.var for constant in program.constants)]
+        tensors = dict(zip(known, [*self.slots, *self.inputs, *self.constants], strict=True))
+        with torch.inference_mode(False), torch.no_grad():
+            for one in program.ranges:
+                tensors[one.var] = range_tensor(one, [tensors[leaf] for leaf in one.leaves])
+        return tensors
+
 
 class Run(Protocol):
     """A bound plan: runs ``before`` (C-level calls) and the commit as one uninterrupted block, returns metrics."""
@@ -198,6 +207,7 @@ class AtenPlan(Plan):
       plan: Its schedule.
       spread: Chooses what runs where, for units and the memory that leaves the step; None for one line.
       timed: Whether it ticks after each unit.
+      raised_at: Finds the user's line for an exception from a call without a known site.
     Attributes:
       timeline: What runs where.
       templates: The same for each template.
@@ -205,9 +215,15 @@ class AtenPlan(Plan):
     """
 
     def __init__(
-        self, program: Program, plan: Schedule, spread: Spread | None = None, *, timed: bool = False
+        self,
+        program: Program,
+        plan: Schedule,
+        spread: Spread | None = None,
+        *,
+        timed: bool = False,
+        raised_at: Callable[[Buffers], Location | None] = lambda _: None,
     ) -> None:
-        self.program, self.schedule = program, plan
+        self.program, self.schedule, self._runs, self._raised_at = program, plan, plan, raised_at
         self._ops: dict[str, Any] = {}
         self._names_of_ops: dict[Any, str] = {}
         self._functions: dict[Template, str] = {}
@@ -237,21 +253,15 @@ class AtenPlan(Plan):
     def as_text(self) -> str:
         return self._source
 
-    def bind(
-        self,
-        buffers: Buffers,
-        raised_at: Callable[[], Location | None] = lambda: None,
-        tick: Callable[[], None] = lambda: None,
-    ) -> Run:
+    def bind(self, buffers: Buffers, tick: Callable[[], None] = lambda: None) -> Run:
         """Bind the plan to buffers, in one line.
 
         Args:
           buffers: The buffers.
-          raised_at: Finds the user's line for an exception from a call without a known site.
           tick: What to call after each unit, if the plan is timed.
         """
         names = {**self._names(buffers), "tick": tick}
-        names["note"] = partial(note, self.program.function, self._sites, raised_at)
+        names["note"] = partial(note, self.program.function, self._sites, partial(self._raised_at, buffers))
         exec(self._compiled, names)
         run = names.pop("run")  # no cycle, here and below: buffers are freed with it
         run.__kwdefaults__ = {name: names.pop(name) for name in self._functions.values()}
@@ -265,35 +275,26 @@ class AtenPlan(Plan):
 
     def _names(self, buffers: Buffers) -> dict[str, Any]:
         """Return what the source refers to."""
-        names, program = dict(self._ops), self.program
-        for var, tensor in zip(program.slots, buffers.slots, strict=True):
-            names[repr(var)] = tensor
-        for var, tensor in zip(program.inputs, buffers.inputs, strict=True):
-            names[repr(var)] = tensor
-        for i, (constant, tensor) in enumerate(zip(program.constants, buffers.constants, strict=True)):
-            names[f"c{i}" if i in self.schedule.written_constants else repr(constant.var)] = tensor
+        program, tensors = self.program, buffers.tensors(self.program)
+        names = {**self._ops, **{repr(var): tensor for var, tensor in tensors.items()}}
+        for i in self._runs.written_constants:
+            names[f"c{i}"] = names.pop(repr(program.constants[i].var))
         with torch.inference_mode(False), torch.no_grad():
-            for known in program.ranges:
-                names[repr(known.var)] = range_tensor(known, [names[repr(leaf)] for leaf in known.leaves])
             for instr in self._hoisted:
                 names[repr(instr.out)] = evaluate(instr, lambda var: names[repr(var)])
-        names["uninterrupted"], names["partial"] = uninterrupted, partial
-        names["copy_all"], names["laid_out"] = torch._foreach_copy_, laid_out
-        names["commit_slots"] = tuple(
-            [names[repr(old)] for old, _ in group] for group in self._commit_groups()
-        )
-        names["clears"] = clears(program, {known.var: names[repr(known.var)] for known in program.ranges})
-        return names
+        slots = tuple([names[repr(old)] for old, _ in group] for group in self._commit_groups())
+        names |= {"commit_slots": slots, "clears": clears(program, tensors), "copy_all": torch._foreach_copy_}
+        return names | {"laid_out": laid_out, "partial": partial, "uninterrupted": uninterrupted}
 
     def _split_hoisted(self) -> tuple[list[Instr], list[Instr]]:
         """Separate the calls that only take views of static buffers from the rest of the head."""
         fixed = {*self.program.slots, *self.program.inputs, *(known.var for known in self.program.ranges)}
         fixed |= {
-            c.var for i, c in enumerate(self.program.constants) if i not in self.schedule.written_constants
+            c.var for i, c in enumerate(self.program.constants) if i not in self._runs.written_constants
         }
         self._fixed = fixed
         hoisted, head = [], []
-        for instr in self.schedule.head:
+        for instr in self._runs.head:
             makes_one = (
                 isinstance(instr.out, Var) and not instr.writes and not fixed.isdisjoint(instr.inputs())
             )
@@ -307,7 +308,7 @@ class AtenPlan(Plan):
     def _commit_groups(self) -> list[list[tuple[Var, Var]]]:
         """Group commits by dtype and by whether strides match: each group is one grouped copy on CUDA."""
         groups: dict[tuple[torch.dtype, bool], list[tuple[Var, Var]]] = {}
-        for old, new in self.schedule.commits:
+        for old, new in self._runs.commits:
             groups.setdefault((old.spec.dtype, old.spec.stride == new.spec.stride), []).append((old, new))
         return list(groups.values())
 
@@ -322,7 +323,7 @@ class AtenPlan(Plan):
 
     def _constants(self) -> Iterator[tuple[Unit, Sequence[Var]]]:
         """Yield copies of literals that the step writes, each with its variable."""
-        for i in sorted(self.schedule.written_constants):
+        for i in sorted(self._runs.written_constants):
             var = self.program.constants[i].var
             yield _copy("constants", repr(var), f"c{i}", var, (), var.storage), [var]
 
@@ -368,7 +369,7 @@ class AtenPlan(Plan):
 
     def _tail(self) -> Iterator[Unit]:
         """Yield what runs after the head."""
-        plan = self.schedule
+        plan = self._runs
         for i in sorted(plan.cloned):
             var = plan.outputs[i]
             yield _copy("metrics", f"m{i}", repr(var), var, [var.storage], f"m{i}")
@@ -400,9 +401,7 @@ class AtenPlan(Plan):
 
     def _results(self) -> str:
         """Return the source of what the function returns."""
-        names = (
-            f"m{i}" if i in self.schedule.cloned else repr(var) for i, var in enumerate(self.schedule.outputs)
-        )
+        names = (f"m{i}" if i in self._runs.cloned else repr(var) for i, var in enumerate(self._runs.outputs))
         return f"({''.join(f'{name}, ' for name in names)})"
 
     def _write(self, template: Template) -> Timeline:

@@ -81,7 +81,7 @@ class _Block:
 @no_garbage_collection()
 def at_once(plan: Plan) -> AtOnce:
     """Return what to take at once for the large temporaries of a plan; nothing if that is unknown, or not worth it."""
-    if not isinstance(plan, AtenPlan) or plan.temporaries:  # lanes share no memory
+    if plan.compiled or not isinstance(plan, AtenPlan) or plan.temporaries:  # lanes share no memory
         return AtOnce()
     found = events(plan)
     return AtOnce(_best(found), multiplies(plan)) if highest(found) >= _LEAST else AtOnce()
