@@ -23,10 +23,9 @@ from .branches.listing import Timeline, in_line
 from .branches.races import refuse_races
 from .branches.rehearsal import Lanes
 from .branches.source import Code, lines_of, note, numbered, on_lanes, rehearsed, source_of
-from .branches.units import GIVEN, Memory, Unit, accesses, after_checks, ordered
+from .branches.units import GIVEN, Memory, Unit, accesses, after_checks, ordered, units_of
 from .evaluate import AS_STRIDED, as_strided, evaluate
 from .layouts import laid_out, unsure
-from .lifetimes import spanned
 from .passes.fused import in_place
 from .passes.rewrite import clears, range_tensor
 from .program import Instr, Program, Var, vars_in
@@ -330,42 +329,27 @@ class AtenPlan(Plan):
     def _calls(
         self, calls: Sequence[Instr], fixed: Collection[Var], before: Mapping[Unit, Sequence[Var]]
     ) -> tuple[Unit, list[Unit]]:
-        """Return the units of calls behind others; a view belongs to the unit that defines what it is a view of.
+        """Return the units of calls behind others, with their source.
 
         Args:
           calls: The calls.
           fixed: Variables that are bound: a result that is one of them is not bound again.
-          before: The others, with the variables that they define.
-        Returns:
-          (first, units): the first unit takes views of what is there before all units.
+          before: As for :func:`units_of`.
         """
-        first, units = Unit("a view", []), [*before]
-        owner = {var: number for number, own in enumerate(before.values()) for var in own}
-        there = {var.storage for var in fixed}.union(*(unit.made for unit in units))
-        for instr in calls:
-            defined = [var for var in instr.outputs() if var not in fixed]
-            if instr.only_views:
-                number = max((owner[var] for var in instr.inputs() if var in owner), default=-1)
-                unit = first if number < 0 else units[number]
-            else:
-                reads, writes = accesses(instr)
-                unit = Unit(instr.name, [], reads, writes, call=instr, site=instr.site)
-                for var in defined:
-                    if var.storage not in there:
-                        unit.made[var.storage] = max(unit.made.get(var.storage, 0), spanned(var))
-                there.update(unit.made)
-                if isinstance(instr.op, Template):
-                    # A list holds what it is given: the names are dropped before it runs.
-                    given = self._together.given(instr)
-                    units.append(Unit("given", [given], reads, frozenset({GIVEN}), site=instr.site))
-                    unit.reads = frozenset({GIVEN})
-                number = len(units)
-                units.append(unit)
-            unit.lines += self._lines(instr, fixed)
-            unit.defined += [(var.storage, self._together.name(var)) for var in defined]
-            if number >= 0:
-                owner |= dict.fromkeys(defined, number)
-        return first, units
+        first, units = units_of(calls, before, {var.storage for var in fixed})
+        found: list[Unit] = []
+        for unit in (first, *units):
+            if unit.call is not None and isinstance(unit.call.op, Template):
+                # A list holds what it is given: the names are dropped before it runs.
+                given = self._together.given(unit.call)
+                found.append(Unit("given", [given], unit.reads, frozenset({GIVEN}), site=unit.site))
+                unit.reads = frozenset({GIVEN})
+            for instr in unit.calls:
+                unit.lines += self._lines(instr, fixed)
+                defined = (var for var in instr.outputs() if var not in fixed)
+                unit.defined += [(var.storage, self._together.name(var)) for var in defined]
+            found.append(unit)
+        return first, found[1:]
 
     def _tail(self) -> Iterator[Unit]:
         """Yield what runs after the head."""

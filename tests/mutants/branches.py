@@ -237,7 +237,7 @@ BRANCHES = (
     Mutant(
         "N185",
         "what reads a view does not wait for the other value that it waits for",
-        (("                    unit.writes |= {marks[number]}\n", "                    marks.clear()\n"),),
+        (("                unit.writes |= {marks[number]}\n", "                marks.clear()\n"),),
         ("tests/sharding/test_order.py::test_another_order_changes_no_value",),
         no_gpu="told on the host",
     ),

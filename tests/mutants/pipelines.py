@@ -141,8 +141,8 @@ PIPELINES = (
         "what a stage of a later micro-batch gets is free only after it",
         (
             (
-                "                    unit.reads = frozenset({GIVEN})\n",
-                "                    unit.reads = reads | {GIVEN}\n",
+                "                unit.reads = frozenset({GIVEN})\n",
+                "                unit.reads |= {GIVEN}\n",
             ),
         ),
         (f"{TEMPLATES}test_a_template_frees_what_it_is_given_after_its_last_use",),
