@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from functional_cg.stages.plan import Before, Buffers, ExecutionPlan, Replay, Run, Spare
+from functional_cg.stages.plan import Before, Buffers, Plan, Replay, Run, Spare
 from functional_cg.tensors.overlap import storage_key
 
 __all__ = ["AsGraphs"]
@@ -21,7 +21,7 @@ class AsGraphs:
 
     name = "as graphs"
 
-    def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Spare]) -> Replay:
+    def capture(self, plan: Plan, buffers: Buffers, scratch: Callable[[], Spare]) -> Replay:
         run, static = plan.bind(buffers), [metric.clone() for metric in plan.bind(scratch())(())]
         return _Again(lambda before: _into(static, run(before)), static)
 

@@ -16,7 +16,7 @@ from functional_cg.stages.branches.rehearsal import Rehearsal
 from functional_cg.stages.lower.compiled import prepare
 from functional_cg.stages.lower.graph import Entrance, build_graph
 from functional_cg.stages.lower.in_place import InPlacePlan
-from functional_cg.stages.plan import Buffers, ExecutionPlan, Run
+from functional_cg.stages.plan import Buffers, Plan, Run
 from functional_cg.stages.program import Program
 from functional_cg.stages.schedule import schedule
 from tests.branched import in_any_order
@@ -33,7 +33,7 @@ COMPILED = ("cpu", "cpu as a GPU", ON_A_GPU)
 
 def lower_as_on_a_gpu(
     program: Program, device: torch.device, choice: Any, reference: Any, *, lanes: bool = True
-) -> ExecutionPlan:
+) -> Plan:
     """The lowering that writes slots in the compiled function, on whatever device."""
     del choice, reference
     prepare(program, large=1)  # programs of tests are small; they would not meet these passes

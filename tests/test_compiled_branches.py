@@ -10,9 +10,8 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.options import Options
-from functional_cg.stages.branches.plan import faster
 from functional_cg.stages.lower.compiled import lower
-from functional_cg.stages.plan import Buffers
+from functional_cg.stages.plan import Buffers, faster
 from functional_cg.testing import Simulator, assert_replay_equals_eager, assert_trees_all_equal
 from tests.branched import branched, inputs, schedules
 from tests.shares import thorough

@@ -6,15 +6,19 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import functional_cg as fcg
 from functional_cg import CaptureError
 from functional_cg.stages.branches.listing import Place, Timeline, listed
 from functional_cg.stages.branches.races import refuse_races
 from functional_cg.stages.branches.units import Unit, fixed_by, predecessors
+from functional_cg.testing.strategies import StepProgram, exact_step_fns
+from tests.shares import THOROUGH
 
 # A slot s, an input x; temporaries 1 and 2 are made of them, and 2 becomes the new s.
 UNITS = (
@@ -51,6 +55,16 @@ def test_what_is_ordered_passes() -> None:
     # An order that goes by another lane is one, too; and what only reads needs none.
     by_another = (place(0, 0), place(1, 1, 0), place(2, 2, 1), place(3, 0, 2))
     refuse_races(Timeline(UNITS, by_another, 3), "step")
+
+
+@hypothesis.settings(max_examples=300 if THOROUGH else 20)
+@given(exact_step_fns())
+def test_a_plan_in_one_line_is_a_schedule_without_races(program: StepProgram) -> None:
+    """Nothing touches what was dropped before, and nothing is dropped that the commit reads."""
+    step = fcg.graph_step(program, lowering="aten")
+    plan = step.lower(fcg.place(program.state), program.x).plan
+    assert plan.timeline.lanes == 1
+    refuse_races(plan.timeline, "step")
 
 
 def test_the_orders_of_units() -> None:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from functional_cg.stages.branches.function import Launches, _allocated
+from functional_cg.stages.branches.function import _allocated, scope_of, spread_launches
+from functional_cg.stages.branches.source import on_lanes, rehearsed
 from functional_cg.stages.branches.units import GENERATOR, LINK, Unit
 from functional_cg.stages.branches.wrapper import UnknownStatement, Wrapper
 from functional_cg.stages.plan import Buffers
@@ -111,9 +112,9 @@ def test_memory_belongs_to_what_first_touches_it() -> None:
     assert touched(last) == ({"slot", "buf4"}, {"buf4"}, set())
     assert [line.partition(" ")[0] for line in first.lines] == ["buf0", "buf1", "two(arg0_1,", "buf3"]
     assert [line.partition(" ")[0] for line in sort.lines] == ["buf4", "buf5", "buf6"]
-    assert wrapper.variables["buf0"] == ["buf0", "buf1", "buf3"]
-    assert wrapper.variables["buf4"] == ["buf4", "buf5", "buf6"]
-    assert [wrapper.before[0], wrapper.before[-1][:4]] == ["torch.cuda.set_device(0)", "buf2"]
+    assert first.defined == [("buf0", name) for name in ("buf0", "buf1", "buf3")]
+    assert sort.defined == [("buf4", name) for name in ("buf4", "buf5", "buf6")]
+    assert [wrapper.first.lines[0], wrapper.first.lines[-1][:4]] == ["torch.cuda.set_device(0)", "buf2"]
     assert wrapper.returned == {"buf4"}
 
 
@@ -144,7 +145,7 @@ def test_a_wait_belongs_to_its_collective() -> None:
     assert [unit.link for unit in wrapper.units] == [True, False, True, False]
     assert not any(unit.fixed for unit in wrapper.units)
     assert between.lines == ["two(arg1_1, arg0_1)"]
-    assert wrapper.variables["buf0"] == ["buf0", "buf1", "buf2", "buf3"]
+    assert launch.defined == [("buf0", name) for name in ("buf0", "buf1", "buf2", "buf3")]
 
 
 @pytest.mark.parametrize(
@@ -276,12 +277,13 @@ def test_launches_in_any_order(wrapper: Any, lanes: int, number: int) -> None:
 
     static = [one.clone() for one in values]
     spread = partial(in_any_order, number, lanes)
-    launches = Launches(
-        "any", Wrapper(source, names, ["a", "b", "c"]), names, values, count=9, padded=(), spread=spread
-    )
-    launches.rehearse([one.clone() for one in values], ())
+    wrapper = Wrapper(source, names, ["a", "b", "c"])
+    code = wrapper.code("any", 9)
+    timeline = spread_launches(wrapper, code, names, values, spread)
+    spare = [one.clone() for one in values]
+    timeline = rehearsed(timeline, code, scope_of(wrapper, names, spare, ()), spare)
     here.recorder = recorder = _Recorder(Buffers(static, [], []))
-    run = launches.bind_to(static, (), recorder.lanes)
+    run = on_lanes(recorder.lanes, timeline, code, scope_of(wrapper, names, static, ()))
     with torch.no_grad(), recorder:
         out = run(())
     results = [Address(one, recorder.locate(one)) for one in out]
@@ -312,22 +314,17 @@ def test_an_op_that_returns_other_memory_than_its_code_says_holds_all_on_one_lan
     values, spread = [torch.ones(SIZE), torch.ones(SIZE)], partial(in_any_order, 0, 2)
     for torch_of, lanes in ((torch, 2), (lying, 1)):
         names = {**NAMES, "torch": torch_of}
-        launches = Launches("any", read(*lines), names, values, count=1, padded=(), spread=spread)
-        assert launches.timeline.lanes == 2
-        launches.rehearse(values, ())
-        assert launches.timeline.lanes == lanes
-        assert ("returns other memory than its code says" in str(launches.timeline)) == (lanes == 1)
+        wrapper = read(*lines)
+        code = wrapper.code("any", 1)
+        timeline = spread_launches(wrapper, code, names, values, spread)
+        assert timeline.lanes == 2
+        timeline = rehearsed(timeline, code, scope_of(wrapper, names, values, ()), values)
+        assert timeline.lanes == lanes
+        assert ("returns other memory than its trace says" in str(timeline)) == (lanes == 1)
 
 
 def test_what_does_not_run_on_shapes_alone_ends_the_reading() -> None:
-    lines = ("buf0 = torch.ops.aten.nonzero.default(arg0_1)", "return (buf0, )")
+    wrapper = read("buf0 = torch.ops.aten.nonzero.default(arg0_1)", "return (buf0, )")
+    code = wrapper.code("any", 1)
     with pytest.raises(UnknownStatement, match="nonzero"):
-        Launches(
-            "any",
-            read(*lines),
-            NAMES,
-            [torch.ones(2)] * 2,
-            count=1,
-            padded=(),
-            spread=partial(in_any_order, 0, 2),
-        )
+        spread_launches(wrapper, code, NAMES, [torch.ones(2)] * 2, partial(in_any_order, 0, 2))

@@ -1,4 +1,4 @@
 """From a function to a graph, in order: ``trace``, ``passes``, ``lower``, ``trial``, ``run``.
 
-Two data structures pass between them: a ``Program`` (``program``) and an ``ExecutionPlan`` (``plan``).
+Two data structures pass between them: a ``Program`` (``program``) and an ``Plan`` (``plan``).
 """

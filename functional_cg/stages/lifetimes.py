@@ -6,9 +6,8 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from .program import Instr, Var
-from .template import Template
 
-__all__ = ["alive_at_peak", "dropped_in", "last_uses", "lives_of", "peak_bytes", "spanned", "storage_bytes"]
+__all__ = ["alive_at_peak", "last_uses", "lives_of", "peak_bytes", "spanned", "storage_bytes"]
 
 
 def storage_bytes(instrs: Iterable[Instr]) -> dict[int, int]:
@@ -78,9 +77,3 @@ def last_uses(head: Sequence[Instr], kept: Collection[Var]) -> dict[int, list[Va
         if var not in kept:
             drop.setdefault(number, []).append(var)
     return drop
-
-
-def dropped_in(template: Template) -> dict[int, list[Var]]:
-    """Return what a template's function drops: under 0 variables that it is given and never reads, else by call."""
-    entrance = Instr(None, (), {}, template.given, (), None)
-    return last_uses([entrance, *template.calls], set(template.results))

@@ -1,12 +1,14 @@
-"""Lower a traced program to a plan: ATen calls that run on static buffers.
+"""Lower a traced program to a plan: ATen calls that run on static buffers, in one line or on lanes.
 
-What it runs, and in which order, is a ``Schedule``, from ``stages.schedule``.
+What it runs, and in which order, is a ``Schedule``, from ``stages.schedule``. Its calls and copies are units of work,
+from ``stages.branches``: what runs where, what waits for what and when memory is free follows from what they touch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,9 +18,14 @@ from torch import Tensor
 from ..concurrency.interrupts import uninterrupted
 from ..messages.source import Location
 from ..tensors.aten import UNGROUPED, copies
+from .branches.costs import copy_micros, weighed
+from .branches.listing import Timeline, in_line
+from .branches.races import refuse_races
+from .branches.rehearsal import Lanes
+from .branches.source import Code, lines_of, note, numbered, on_lanes, rehearsed, source_of
+from .branches.units import GIVEN, Memory, Unit, accesses, after_checks, ordered, units_of
 from .evaluate import AS_STRIDED, as_strided, evaluate
 from .layouts import laid_out, unsure
-from .lifetimes import dropped_in, last_uses
 from .passes.fused import in_place
 from .passes.rewrite import clears, range_tensor
 from .program import Instr, Program, Var, vars_in
@@ -30,16 +37,20 @@ __all__ = [
     "AtenPlan",
     "Backend",
     "Buffers",
-    "ExecutionPlan",
+    "Plan",
     "Replay",
     "Run",
     "Spare",
+    "Spread",
+    "bound",
+    "faster",
     "lower_aten",
-    "note",
-    "staged_line",
 ]
 
 Before = Sequence[Callable[[], Any]]
+Spread = Callable[[Sequence[Unit], frozenset[Memory]], Timeline]
+
+_FASTER = 1.03  # the least measured gain that keeps lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +61,15 @@ class Buffers:
     inputs: Sequence[Tensor]
     constants: Sequence[Tensor]
 
+    def tensors(self, program: Program) -> dict[Var, Tensor]:
+        """Return the tensors of a program's slots, inputs, constants and ranges."""
+        known = [*program.slots, *program.inputs, *(constant.var for constant in program.constants)]
+        tensors = dict(zip(known, [*self.slots, *self.inputs, *self.constants], strict=True))
+        with torch.inference_mode(False), torch.no_grad():
+            for one in program.ranges:
+                tensors[one.var] = range_tensor(one, [tensors[leaf] for leaf in one.leaves])
+        return tensors
+
 
 class Run(Protocol):
     """A bound plan: runs ``before`` (C-level calls) and the commit as one uninterrupted block, returns metrics."""
@@ -57,34 +77,63 @@ class Run(Protocol):
     def __call__(self, before: Before, /) -> Sequence[Tensor]: ...
 
 
-class ExecutionPlan(Protocol):
-    """The result of a lowering, which can be bound to buffers.
+class Plan(ABC):
+    """The result of a lowering, which can be bound to buffers: units of work, in one line or on lanes.
 
     Attributes:
       schedule: Its calls and commits.
       compiled: Whether a compiler chooses the kernels.
       functions: Number of compiled functions.
       copies: Whether new values are computed elsewhere and copied into their slots.
-      branches: What runs side by side, in words; empty if that is no question.
-      temporaries: Bytes of temporaries at the peak if that is more than in one line; else 0.
+      timeline: What runs where, as far as that is known before it is bound.
+      branches: The same in words; empty if that is no question.
       shared: Which calls share a compiled function, in words: a line for each such function.
     """
 
+    compiled = False
+    functions = 0
+    copies = True
+    branches = ""
+    shared: Sequence[str] = ()
     schedule: Schedule
-    compiled: bool
-    functions: int
-    copies: bool
-    branches: str
-    temporaries: int
-    shared: Sequence[str]
+    timeline = in_line(())
+    _code: Code
+    _rehearsed = False
 
+    @abstractmethod
     def bind(self, buffers: Buffers) -> Run:
-        """Bind the plan to buffers; the result runs on exactly these addresses."""
-        ...
+        """Bind the plan to buffers, in one line; the result runs on exactly these addresses."""
 
+    @abstractmethod
     def as_text(self) -> str:
         """Return the plan as source code."""
-        ...
+
+    def in_line(self) -> Plan:
+        """Return the plan of the same program that is made for one line."""
+        return self
+
+    def bind_to(self, buffers: Buffers, lanes: Lanes) -> Run:
+        """Bind the plan to buffers and lanes."""
+        return on_lanes(lanes, self.timeline, self._code, self._scope(buffers)[0])
+
+    def rehearse(self, buffers: Buffers) -> None:
+        """Run once on buffers of no value, in one line, and stay there if values lie elsewhere than the units say."""
+        if self.timeline.lanes > 1 and not self._rehearsed:
+            self.tell(rehearsed(self.timeline, self._code, *self._scope(buffers)))
+        self._rehearsed = True
+
+    def tell(self, timeline: Timeline) -> None:
+        """Let this be what runs where, and say so."""
+        self.timeline, self.branches = timeline, str(timeline)
+
+    @property
+    def temporaries(self) -> int:
+        """Bytes of temporaries at the peak if that is more than in one line; else 0."""
+        return self.timeline.peak if self.timeline.lanes > 1 else 0
+
+    def _scope(self, buffers: Buffers) -> tuple[Mapping[str, Any], Sequence[Tensor]]:
+        """Return what units on lanes refer to, and those tensors that are there before a run."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +184,7 @@ class Backend(Protocol):
 
     name: str
 
-    def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Spare]) -> Replay:
+    def capture(self, plan: Plan, buffers: Buffers, scratch: Callable[[], Spare]) -> Replay:
         """Capture a plan on its static buffers.
 
         Args:
@@ -146,89 +195,105 @@ class Backend(Protocol):
         ...
 
 
-class AtenPlan:
-    """Runs the traced ATen calls one by one, in a generated function with all names bound.
+class AtenPlan(Plan):
+    """Runs the traced ATen calls one by one, or on lanes, in a generated function with all names bound.
 
-    Views of static buffers are taken once, at binding. Temporaries are dropped after their last use. A template is a
-    function of its own, which drops what it is given after its last use, too.
+    Views of static buffers are taken once, at binding. What a unit allocates is dropped after the last that touches it.
+    A template is a function of its own, which drops what it is given after its last use, too.
 
+    Args:
+      program: The program.
+      plan: Its schedule.
+      spread: Chooses what runs where, for units and the memory that leaves the step; None for one line.
+      timed: Whether it ticks after each unit.
+      raised_at: Finds the user's line for an exception from a call without a known site.
     Attributes:
+      timeline: What runs where.
+      templates: The same for each template.
       ticks: If it is timed: what runs before each ``tick``, a call, or the name of what is copied.
-      head: The calls that the function makes before the commit, in order.
-      dropped: The variables that it drops after each of them, by number.
     """
 
-    compiled = False
-    functions = 0
-    copies = True
-    branches = ""
-    temporaries = 0
-    shared: Sequence[str] = ()
-
-    def __init__(self, program: Program, plan: Schedule, *, timed: bool = False) -> None:
-        self.program, self._timed = program, timed
-        self.ticks: list[Instr | str] = []
-        self._plan = self.schedule = plan
+    def __init__(
+        self,
+        program: Program,
+        plan: Schedule,
+        spread: Spread | None = None,
+        *,
+        timed: bool = False,
+        raised_at: Callable[[Buffers], Location | None] = lambda _: None,
+    ) -> None:
+        self.program, self.schedule, self._runs, self._raised_at = program, plan, plan, raised_at
         self._ops: dict[str, Any] = {}
+        self._names_of_ops: dict[Any, str] = {}
         self._functions: dict[Template, str] = {}
-        self._hoisted, self.head = self._split_hoisted()
-        self._source = self._generate(self.head)
-        self._code = compile(self._source, f"<plan of {program.function}>", "exec")
+        self._hoisted, head = self._split_hoisted()
+        tail = [*(var for instr in plan.fused for var in instr.inputs()), *(var for _, var in plan.commits)]
+        views = [var for instr in self._hoisted for var in instr.outputs()]
+        self._together = Together(head, {*tail, *plan.outputs, *views}, self._fixed)
+        first, units = self._calls(head, self._fixed, dict(self._constants()))
+        units += self._tail()
+        self.ticks = [unit.call or unit.name for unit in units]
+        kept = frozenset(f"m{i}" if i in plan.cloned else var.storage for i, var in enumerate(plan.outputs))
+        known = {var.storage for var in self._fixed}
+        self._code = code = Code(program.function, first, self._results(), kept, known)
+        self.timeline = in_line(units, kept)
+        functions = [*self._functions.values()]
+        self._source, self._sites = source_of(self.timeline, code, functions=functions, timed=timed)
+        self.templates = {template: self._write(template) for template in self._functions}
+        self._compiled = compile(self._source, f"<plan of {program.function}>", "exec")
+        if spread is not None:
+            for unit in units:
+                if unit.call is not None:
+                    weighed(unit, unit.call)
+                    unit.writes |= ordered(unit.call)
+            self.tell(spread(units, kept))
+            refuse_races(self.timeline, program.function)
 
     def as_text(self) -> str:
         return self._source
 
-    def bind(
-        self,
-        buffers: Buffers,
-        raised_at: Callable[[], Location | None] = lambda: None,
-        tick: Callable[[], None] = lambda: None,
-    ) -> Run:
-        """Bind the plan to buffers.
+    def bind(self, buffers: Buffers, tick: Callable[[], None] = lambda: None) -> Run:
+        """Bind the plan to buffers, in one line.
 
         Args:
           buffers: The buffers.
-          raised_at: Finds the user's line for an exception from a call without a known site.
-          tick: What to call after each call, if the plan is timed.
+          tick: What to call after each unit, if the plan is timed.
         """
-        names = {**self._names(buffers, raised_at), "tick": tick}
-        exec(self._code, names)
+        names = {**self._names(buffers), "tick": tick}
+        names["note"] = partial(note, self.program.function, self._sites, partial(self._raised_at, buffers))
+        exec(self._compiled, names)
         run = names.pop("run")  # no cycle, here and below: buffers are freed with it
         run.__kwdefaults__ = {name: names.pop(name) for name in self._functions.values()}
         return run  # type: ignore[no-any-return]
 
-    def _names(self, buffers: Buffers, raised_at: Callable[[], Location | None]) -> dict[str, Any]:
-        """Return what the generated function refers to."""
-        names, program = dict(self._ops), self.program
-        for var, tensor in zip(program.slots, buffers.slots, strict=True):
-            names[repr(var)] = tensor
-        for var, tensor in zip(program.inputs, buffers.inputs, strict=True):
-            names[repr(var)] = tensor
-        for i, (constant, tensor) in enumerate(zip(program.constants, buffers.constants, strict=True)):
-            names[f"c{i}" if i in self._plan.written_constants else repr(constant.var)] = tensor
+    def in_line(self) -> Plan:
+        return AtenPlan(self.program, self.schedule)
+
+    def _scope(self, buffers: Buffers) -> tuple[Mapping[str, Any], Sequence[Tensor]]:
+        return self._names(buffers), [*buffers.slots, *buffers.inputs, *buffers.constants]
+
+    def _names(self, buffers: Buffers) -> dict[str, Any]:
+        """Return what the source refers to."""
+        program, tensors = self.program, buffers.tensors(self.program)
+        names = {**self._ops, **{repr(var): tensor for var, tensor in tensors.items()}}
+        for i in self._runs.written_constants:
+            names[f"c{i}"] = names.pop(repr(program.constants[i].var))
         with torch.inference_mode(False), torch.no_grad():
-            for known in program.ranges:
-                names[repr(known.var)] = range_tensor(known, [names[repr(leaf)] for leaf in known.leaves])
             for instr in self._hoisted:
                 names[repr(instr.out)] = evaluate(instr, lambda var: names[repr(var)])
-        names["uninterrupted"], names["partial"] = uninterrupted, partial
-        names["copy_all"], names["laid_out"] = torch._foreach_copy_, laid_out
-        names["note"] = partial(note, program.function, self._sites, raised_at)
-        names["commit_slots"] = tuple(
-            [names[repr(old)] for old, _ in group] for group in self._commit_groups()
-        )
-        names["clears"] = clears(program, {known.var: names[repr(known.var)] for known in program.ranges})
-        return names
+        slots = tuple([names[repr(old)] for old, _ in group] for group in self._commit_groups())
+        names |= {"commit_slots": slots, "clears": clears(program, tensors), "copy_all": torch._foreach_copy_}
+        return names | {"laid_out": laid_out, "partial": partial, "uninterrupted": uninterrupted}
 
     def _split_hoisted(self) -> tuple[list[Instr], list[Instr]]:
         """Separate the calls that only take views of static buffers from the rest of the head."""
         fixed = {*self.program.slots, *self.program.inputs, *(known.var for known in self.program.ranges)}
         fixed |= {
-            c.var for i, c in enumerate(self.program.constants) if i not in self._plan.written_constants
+            c.var for i, c in enumerate(self.program.constants) if i not in self._runs.written_constants
         }
         self._fixed = fixed
         hoisted, head = [], []
-        for instr in self._plan.head:
+        for instr in self._runs.head:
             makes_one = (
                 isinstance(instr.out, Var) and not instr.writes and not fixed.isdisjoint(instr.inputs())
             )
@@ -242,42 +307,112 @@ class AtenPlan:
     def _commit_groups(self) -> list[list[tuple[Var, Var]]]:
         """Group commits by dtype and by whether strides match: each group is one grouped copy on CUDA."""
         groups: dict[tuple[torch.dtype, bool], list[tuple[Var, Var]]] = {}
-        for old, new in self._plan.commits:
+        for old, new in self._runs.commits:
             groups.setdefault((old.spec.dtype, old.spec.stride == new.spec.stride), []).append((old, new))
         return list(groups.values())
 
     def _op(self, op: Any) -> str:
-        name = "op_" + "".join(c if c.isalnum() else "_" for c in str(op))
-        function = getattr(op, "_op", op)  # the bare C++ entry, without OpOverload's Python frame
-        while self._ops.setdefault(name, function) is not function:
-            name += "_"
-        return name
+        if op not in self._names_of_ops:
+            name = "op_" + "".join(c if c.isalnum() else "_" for c in str(op))
+            while name in self._ops:
+                name += "_"
+            # The bare C++ entry, without OpOverload's Python frame.
+            self._ops[name], self._names_of_ops[op] = getattr(op, "_op", op), name
+        return self._names_of_ops[op]
 
-    def _lines(self, instr: Instr, dead: Collection[Var] = ()) -> list[str]:
-        """Return the source of a call of the head, and of dropping variables after it."""
+    def _constants(self) -> Iterator[tuple[Unit, Sequence[Var]]]:
+        """Yield copies of literals that the step writes, each with its variable."""
+        for i in sorted(self._runs.written_constants):
+            var = self.program.constants[i].var
+            yield _copy("constants", repr(var), f"c{i}", var, (), var.storage), [var]
+
+    def _calls(
+        self, calls: Sequence[Instr], fixed: Collection[Var], before: Mapping[Unit, Sequence[Var]]
+    ) -> tuple[Unit, list[Unit]]:
+        """Return the units of calls behind others, with their source.
+
+        Args:
+          calls: The calls.
+          fixed: Variables that are bound: a result that is one of them is not bound again.
+          before: As for :func:`units_of`.
+        """
+        first, units = units_of(calls, before, {var.storage for var in fixed})
+        found: list[Unit] = []
+        for unit in (first, *units):
+            if unit.call is not None and isinstance(unit.call.op, Template):
+                # A list holds what it is given: the names are dropped before it runs.
+                given = self._together.given(unit.call)
+                found.append(Unit("given", [given], unit.reads, frozenset({GIVEN}), site=unit.site))
+                unit.reads = frozenset({GIVEN})
+            for instr in unit.calls:
+                unit.lines += self._lines(instr, fixed)
+                defined = (var for var in instr.outputs() if var not in fixed)
+                unit.defined += [(var.storage, self._together.name(var)) for var in defined]
+            found.append(unit)
+        return first, found[1:]
+
+    def _tail(self) -> Iterator[Unit]:
+        """Yield what runs after the head."""
+        plan = self._runs
+        for i in sorted(plan.cloned):
+            var = plan.outputs[i]
+            yield _copy("metrics", f"m{i}", repr(var), var, [var.storage], f"m{i}")
+        for old, new in plan.commits:
+            if old in plan.staged:
+                yield _copy("new state", f"w_{old!r}", repr(new), new, [new.storage], f"w_{old!r}")
+        for instr in plan.fused:
+            reads, writes = accesses(instr, in_place=True)
+            line = self._fused_call(instr)
+            yield Unit(
+                instr.name, [line], after_checks(reads), writes, commits=True, call=instr, site=instr.site
+            )
+        for number, group in enumerate(self._commit_groups()):
+            values = [f"w_{old!r}" if old in plan.staged else repr(new) for old, new in group]
+            calls = [f"partial(copy_all, commit_slots[{number}], [{', '.join(values)}])"]
+            if group[0][0].spec.dtype in UNGROUPED:
+                calls = [
+                    f"partial({old!r}.copy_, {new})" for (old, _), new in zip(group, values, strict=True)
+                ]
+            read = {f"w_{old!r}" if old in plan.staged else new.storage for old, new in group}
+            micros, busy = copy_micros(sum(old.spec.nbytes for old, _ in group))
+            yield Unit(
+                "new state", calls, after_checks(read), frozenset(old.storage for old, _ in group),
+                commits=True, micros=micros, busy=busy,
+            )  # fmt: skip
+        padded = frozenset(known.var.storage for known in self.program.ranges)
+        if padded:
+            yield Unit("new state", ["*clears"], writes=padded, commits=True)
+
+    def _results(self) -> str:
+        """Return the source of what the function returns."""
+        names = (f"m{i}" if i in self._runs.cloned else repr(var) for i, var in enumerate(self._runs.outputs))
+        return f"({''.join(f'{name}, ' for name in names)})"
+
+    def _write(self, template: Template) -> Timeline:
+        """Append the function of a template to the source; return what runs there."""
+        given, results = (
+            ", ".join(map(repr, some))
+            for some in (self._together.takes(template), self._together.returns(template))
+        )
+        entrance = Unit("given", [f"[{given}] = given", "given.clear()"])
+        entrance.made = {var.storage: 0 for var in template.given}
+        entrance.writes = frozenset(entrance.made)
+        entrance.defined = [(var.storage, repr(var)) for var in template.given]
+        first, units = self._calls(template.calls, template.given, {entrance: template.given})
+        line = in_line(units, frozenset(var.storage for var in template.results))
+        body = list(lines_of(line, first))
+        self._sites |= numbered(body, self._source.count("\n") + 2)
+        texts = [f"def {self._functions[template]}(given):", *(f"    {text}" for text, _ in body)]
+        self._source += "\n".join([*texts, f"    return [{results}]", ""])
+        return line
+
+    def _lines(self, instr: Instr, fixed: Collection[Var]) -> list[str]:
+        """Return the source of a call."""
         if isinstance(instr.op, Template):
             name = self._functions.setdefault(instr.op, f"template_{len(self._functions)}")
-            return self._together.call(instr, name, dead)
-        return self._in_line(instr, self._fixed, dead)
-
-    def _in_line(self, instr: Instr, fixed: Collection[Var], dead: Iterable[Var]) -> list[str]:
+            return self._together.made(instr, f"{name}(given)")
         call = f"{_target(instr.out, fixed)}{self._call(instr, instr.op)}"
-        turned = (f"{var!r} = laid_out({var!r}, {var.spec.stride})" for var in unsure(instr))
-        return [call, *turned, *_dropped(dead)]
-
-    def _function(self, template: Template, name: str, line: int) -> list[str]:
-        """Return the source of the function of a template, which begins at a line."""
-        dropped = template.known("dropped", dropped_in)
-        lines = [
-            f"def {name}(given):",
-            f"    [{', '.join(map(repr, self._together.takes(template)))}] = given",
-            "    given.clear()",
-        ]
-        lines += [f"    {text}" for text in _dropped(dropped.get(0, ()))]
-        for number, instr in enumerate(template.calls, 1):
-            self._sites[line + len(lines)] = instr.site
-            lines += [f"    {text}" for text in self._in_line(instr, template.given, dropped.get(number, ()))]
-        return [*lines, f"    return [{', '.join(map(repr, self._together.returns(template)))}]"]
+        return [call, *(f"{var!r} = laid_out({var!r}, {var.spec.stride})" for var in unsure(instr))]
 
     def _call(self, instr: Instr, op: Any) -> str:
         arguments = [self._literal(arg) for arg in instr.args]
@@ -300,97 +435,28 @@ class AtenPlan:
         self._ops[name] = value
         return name
 
-    def _constant_line(self, i: int) -> str:
-        return f"{self.program.constants[i].var!r} = c{i}.clone()"
-
-    def _metric_line(self, i: int) -> str:
-        return f"m{i} = {self._plan.outputs[i]!r}{'.clone()' if i in self._plan.cloned else ''}"
-
     def _fused_call(self, instr: Instr) -> str:
         return "partial(" + self._call(instr, in_place(instr.op)).replace("(", ", ", 1)
 
-    def _commit_calls(self) -> Iterator[tuple[list[tuple[Var, Var]], list[str]]]:
-        """Yield each group of commits with the calls that copy it."""
-        for number, group in enumerate(self._commit_groups()):
-            values = [f"w_{old!r}" if old in self._plan.staged else repr(new) for old, new in group]
-            if group[0][0].spec.dtype in UNGROUPED:
-                pairs = zip(group, values, strict=True)
-                yield group, [f"partial({old!r}.copy_, {value})" for (old, _), value in pairs]
-            else:
-                yield group, [f"partial(copy_all, commit_slots[{number}], [{', '.join(values)}])"]
 
-    def _generate(self, head: Sequence[Instr]) -> str:
-        plan = self._plan
-        lines = [self._constant_line(i) for i in sorted(plan.written_constants)]
-        tail_vars = {var for instr in plan.fused for var in instr.inputs()} | {var for _, var in plan.commits}
-        views = {var for instr in self._hoisted for var in instr.outputs()}
-        kept = {*tail_vars, *plan.outputs, *views}
-        self.dropped, self._together = last_uses(head, kept), Together(head, kept, self._fixed)
-        self._sites: dict[int, Location | None] = {}
-
-        def tick(of: Instr | str, into: list[str], text: str = "tick()") -> None:
-            if self._timed:
-                self.ticks.append(of)
-                into.append(text)
-
-        tick("constants", lines)
-        for number, instr in enumerate(head):
-            self._sites[len(lines) + 3] = instr.site  # after `def` and `try`; lines count from 1
-            lines += self._lines(instr, self.dropped.get(number, ()))
-            tick(instr, lines)
-        lines += [self._metric_line(i) for i in range(len(plan.outputs))]
-        tick("metrics", lines)
-        lines += [staged_line(old, new) for old, new in plan.commits if old in plan.staged]
-        tick("new state", lines)
-        calls: list[str] = []
-        for instr in plan.fused:
-            calls.append(self._fused_call(instr))
-            tick(instr, calls, "tick")
-        calls += [call for _, group in self._commit_calls() for call in group]
-        calls.append("*clears")
-        tick("new state", calls, "tick")
-        functions = "".join(f", {name}" for name in self._functions.values())
-        source = (
-            f"def run(before{functions and ', *' + functions}):\n    try:\n"
-            + "".join(f"        {line}\n" for line in lines or ["pass"])
-            + "    except Exception as error:\n        note(error)\n        raise\n"
-            + f"    uninterrupted((*before, {', '.join(calls)}))\n"
-            + f"    return ({''.join(f'm{i}, ' for i in range(len(plan.outputs)))})\n"
-        )
-        for template, name in self._functions.items():
-            source += "\n".join(self._function(template, name, source.count("\n") + 1)) + "\n"
-        return source
-
-
-def _dropped(dead: Iterable[Var]) -> list[str]:
-    names = ", ".join(map(repr, dead))
-    return [f"del {names}"] if names else []
+def _copy(name: str, target: str, source: str, var: Var, reads: Collection[Memory], to: Memory) -> Unit:
+    """Return the unit that copies a value into memory of its own."""
+    micros, busy = copy_micros(var.spec.nbytes)
+    return Unit(
+        name,
+        [f"{target} = {source}.clone()"],
+        frozenset(reads),
+        frozenset({to}),
+        {to: var.spec.nbytes},
+        [(to, target)],
+        micros=micros,
+        busy=busy,
+    )
 
 
 def lower_aten(program: Program, *, timed: bool = False) -> AtenPlan:
     """Lower to ATen calls; fused optimizer ops write their slots in place. For ``timed``, see :class:`AtenPlan`."""
     return AtenPlan(program, schedule(program), timed=timed)
-
-
-def staged_line(old: Var, new: Var) -> str:
-    return f"w_{old!r} = {new!r}.clone()"
-
-
-def note(
-    function: str,
-    sites: Mapping[int, Location | None],
-    raised_at: Callable[[], Location | None],
-    error: Exception,
-) -> None:
-    """Add the user's line to an exception raised by a kernel (an index out of range, say)."""
-    site, here = None, error.__traceback__
-    plan = here and here.tb_frame.f_code.co_filename
-    while here is not None and here.tb_frame.f_code.co_filename == plan:
-        site, here = sites.get(here.tb_lineno, site), here.tb_next
-    site = site or raised_at()
-    error.add_note(
-        f"`{function}`: raised by its replay{f', at {site}' if site else ''}; the state is unchanged."
-    )
 
 
 def _target(out: Any, fixed: Collection[Var]) -> str:
@@ -407,3 +473,34 @@ def _target(out: Any, fixed: Collection[Var]) -> str:
         return "_"
 
     return f"{text(out)} = " if vars_in(out) else ""
+
+
+def bound(plan: Plan, run: Run, buffers: Buffers, spare: Buffers, lanes: Callable[[int], Lanes]) -> Run:
+    """Return what a capture runs.
+
+    Args:
+      plan: The plan.
+      run: The plan, bound to run in one line.
+      buffers: The static buffers.
+      spare: Buffers of no value.
+      lanes: Makes so many lanes, for a plan with branches.
+    """
+    plan.rehearse(spare)
+    return run if plan.timeline.lanes == 1 else plan.bind_to(buffers, lanes(plan.timeline.lanes))
+
+
+def faster(lanes: Plan, on_lanes: float, line: Plan, in_line: float) -> Plan:
+    """Return the plan that was measured to be faster, which says so.
+
+    Args:
+      lanes: A plan on lanes.
+      on_lanes: Milliseconds that a replay of it takes.
+      line: The plan of the same program for one line.
+      in_line: Milliseconds that a replay of that takes.
+    """
+    said = f"measured {on_lanes:.3f} ms on {lanes.timeline.lanes} lanes, {in_line:.3f} ms in one line"
+    if on_lanes * _FASTER < in_line:
+        lanes.tell(replace(lanes.timeline, estimated=False, measured=said))
+        return lanes
+    line.branches = f"branches: none, {said}"
+    return line

@@ -6,7 +6,7 @@ made, handed on and dropped takes a compiler of Python longer than all else that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from .program import Instr, Var
 from .template import Template
@@ -80,18 +80,16 @@ class Together:
         """Return the results of a template, in the order of its function."""
         return _in_order(template.results, self._made[template])
 
-    def call(self, instr: Instr, name: str, dead: Collection[Var]) -> list[str]:
-        """Return the source of a call of a template by its name, and of dropping variables after it."""
-        given, gone = dict.fromkeys(instr.inputs()), {*dead}
-        return [
-            f"given = [{', '.join(self._texts(instr.args[0], self._given[instr.op]))}]",
-            *self._dropped(var for var in given if var in gone),
-            *self._results(instr, f"{name}(given)"),
-            *self._dropped(var for var in dead if var not in given),
-        ]
+    def name(self, var: Var) -> str:
+        """Return the name that stands for a variable: its own, or that of its list."""
+        return _name(self._lists[var][0]) if var in self._lists else repr(var)
 
-    def _results(self, instr: Instr, call: str) -> list[str]:
-        """Return the source that takes the results of a call apart."""
+    def given(self, instr: Instr) -> str:
+        """Return the source of the list that a call of a template takes."""
+        return f"given = [{', '.join(self._texts(instr.args[0], self._given[instr.op]))}]"
+
+    def made(self, instr: Instr, call: str) -> list[str]:
+        """Return the source that takes the results of a call of a template apart."""
         out, groups = instr.out, self._made[instr.op]
         starred = [places for places in groups if out[places[0]] in self._lists]
         if len(starred) < 2:
@@ -120,14 +118,6 @@ class Together:
             else:
                 texts += ["_" if var in skipped else repr(var) for var in some]
         return texts
-
-    def _dropped(self, variables: Iterable[Var]) -> list[str]:
-        """Return the source that drops variables; a list is dropped with the first of its variables."""
-        alone = [(var, self._lists.get(var)) for var in variables]
-        names = [
-            repr(var) if some is None else _name(var) for var, some in alone if some is None or some[0] is var
-        ]
-        return [f"del {', '.join(names)}"] if names else []
 
 
 def _groups(call: Instr, readers: Mapping[Var, Sequence[Instr]]) -> list[Sequence[int]]:

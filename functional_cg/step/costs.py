@@ -20,7 +20,7 @@ from ..messages.html import Html, card, line, table
 from ..messages.units import size_of
 from ..shards.transfers import is_between_ranks
 from ..stages.lower.costs import constant_costs, input_costs, metric_costs, slot_costs
-from ..stages.plan import ExecutionPlan
+from ..stages.plan import Plan
 from ..stages.program import Instr, Program, Var
 from ..stages.template import calls_of
 from ..stages.work import bytes_of, flops_of
@@ -170,7 +170,7 @@ def _positive(name: str, value: Any) -> float | None:
 
 def cost_analysis(
     program: Program,
-    plan: ExecutionPlan,
+    plan: Plan,
     *,
     seconds: float | None = None,
     bandwidth: float | None = None,
@@ -263,7 +263,7 @@ def kind_of(instr: Instr) -> str:
     return "other"
 
 
-def _step_copies(program: Program, plan: ExecutionPlan) -> list[int]:
+def _step_copies(program: Program, plan: Plan) -> list[int]:
     """Return the bytes of each leaf that a call copies: of inputs in, of the new state to its slots, of metrics out."""
     schedule, names = plan.schedule, [""] * len(program.inputs)
     others = [

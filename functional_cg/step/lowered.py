@@ -22,9 +22,8 @@ from ..shards.groups import Groups
 from ..shards.mesh import Mesh
 from ..shards.peers import watched
 from ..shards.transfers import TRANSFERS
-from ..stages.branches.plan import Branched
 from ..stages.lower.costs import constant_costs, input_costs, metric_costs, slot_costs, staged_pairs
-from ..stages.plan import ExecutionPlan, Replay
+from ..stages.plan import Plan, Replay
 from ..stages.program import Program
 from ..stages.run.replay import Stats
 from ..stages.template import unrolled
@@ -169,7 +168,7 @@ class Lowered(metaclass=Documented):
     states: tuple[BoundState, ...]
     layout: InputLayout
     program: Program
-    plan: ExecutionPlan
+    plan: Plan
     watch: HostWatch
     inspection: Inspection
     reference: Reference
@@ -210,7 +209,7 @@ class Lowered(metaclass=Documented):
         if (mesh := self.mesh) is not None and mesh.ranks is not None:
             specs = [spec for state in self.states for spec in state.specs]
             traced = self.reference.program  # what passes make of a program may depend on the rank
-            on_lanes = isinstance(self.plan, Branched) and self.plan.timeline.lanes > 1
+            on_lanes = self.plan.timeline.lanes > 1
             meet(self.name, mesh, traced, self.program, specs, self.layout.live_names, on_lanes=on_lanes)
 
     def fits(self, call: Call) -> bool:

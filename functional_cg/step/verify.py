@@ -20,7 +20,7 @@ from ..errors.words import words_of
 from ..pytree.sameness import same
 from ..shards.peers import on_any
 from ..stages.evaluate import quiet
-from ..stages.plan import Buffers, ExecutionPlan, lower_aten
+from ..stages.plan import Buffers, Plan, lower_aten
 from ..stages.program import Program
 from ..stages.run.replay import output_builder
 from ..stages.trial.judge import Judge, miscompiled
@@ -98,7 +98,7 @@ class Shadow:
         return Buffers(list(chain.from_iterable(slots)), staging.slots, constants)
 
     def _rehearse(
-        self, call: Call, buffers: Buffers, lowered: Lowered, plan: ExecutionPlan
+        self, call: Call, buffers: Buffers, lowered: Lowered, plan: Plan
     ) -> tuple[Any, list[Tensor]]:
         """Run a plan on the buffers of a call; return the function's result and the program's outputs."""
         with quiet():

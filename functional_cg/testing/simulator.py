@@ -29,8 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ..concurrency.interrupts import uninterrupted
 from ..concurrency.streams import current_stream
-from ..stages.branches.plan import Branched, bound
-from ..stages.plan import AtenPlan, Before, Buffers, ExecutionPlan, Spare
+from ..stages.plan import Before, Buffers, Plan, Spare
 from ..stages.run.warm_up import once
 from ..tensors.overlap import storage_key
 from .lanes import SimulatedLanes
@@ -203,11 +202,9 @@ class Simulator:
         self._device = DeviceMemory()
         self._streams: dict[str, SimulatedStream] = {}
 
-    def capture(
-        self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Spare]
-    ) -> _SimulatedReplay:
+    def capture(self, plan: Plan, buffers: Buffers, scratch: Callable[[], Spare]) -> _SimulatedReplay:
         """Warm up on scratch memory, then record one run on the static buffers, which are restored."""
-        if not isinstance(plan, AtenPlan | Branched):
+        if plan.compiled and plan.timeline.lanes == 1 and not plan.timeline.estimated:
             raise TypeError('the simulator records ATen calls; it needs `lowering="aten"`, or branches')
         if not all(tensor.is_cpu for tensor in buffers.slots):
             raise TypeError("the simulator replays on the CPU; place the state there")
@@ -219,23 +216,19 @@ class Simulator:
         self._replays.add(replay)
         return replay
 
-    def _record(
-        self, plan: AtenPlan | Branched, buffers: Buffers, scratch: Callable[[], Spare]
-    ) -> _SimulatedReplay:
+    def _record(self, plan: Plan, buffers: Buffers, scratch: Callable[[], Spare]) -> _SimulatedReplay:
         spare = scratch()
         warm = once(plan.bind(spare))
         for _ in range(_WARM_UPS):
             spare.reset()
             warm(())
         spare.reset()
-        recorder = _Recorder(buffers)
-        if isinstance(plan, AtenPlan):
-            run = bound(plan, plan.bind(buffers), buffers, spare, lambda _: recorder.lanes)
-        elif plan.timeline.lanes == 1:
+        if plan.compiled and plan.timeline.lanes == 1:
             raise TypeError(f'the simulator records ATen calls; it needs `lowering="aten"` ({plan.branches})')
-        else:
-            plan.rehearse(spare)
-            run = plan.bind_to(buffers, recorder.lanes)
+        recorder = _Recorder(buffers)
+        plan.rehearse(spare)
+        on_lanes = plan.compiled or plan.timeline.lanes > 1
+        run = plan.bind_to(buffers, recorder.lanes) if on_lanes else plan.bind(buffers)
         del warm, spare
         before = [slot.clone() for slot in buffers.slots]  # a real capture executes nothing
         try:

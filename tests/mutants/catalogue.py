@@ -521,10 +521,9 @@ MUTANTS = (
         "no clean-up after an exception: a call gives the old state up before its kernels have run",
         (
             (
-                "functions}):\\n    try:\\n",
-                "functions}):\\n    uninterrupted(before)\\n    try:\\n",
+                "if functions else [])])}):\\n",
+                "if functions else [])])}):\\n    uninterrupted(before)\\n",
             ),
-            ("self._sites[len(lines) + 3]", "self._sites[len(lines) + 4]"),
         ),
         (f"{SIMULATOR}test_a_replay_that_raises_consumes_nothing[cpu]",),
         no_gpu="a replay is one launch: nothing that its kernels do raises an exception on the host",
@@ -937,7 +936,7 @@ MUTANTS = (
     Mutant(
         "N89",
         "results that lie otherwise than traced are left so",
-        ((" for var in unsure(instr))\n", " for var in ())\n"),),
+        ((" for var in unsure(instr))]\n", " for var in ())]\n"),),
         ("tests/test_kernel_results.py::test_results_that_lie_otherwise_than_traced_are_laid_out[cpu-aten]",),
         no_gpu="told on the host",
     ),

@@ -141,12 +141,8 @@ PIPELINES = (
         "what a stage of a later micro-batch gets is free only after it",
         (
             (
-                (
-                    "            *self._dropped(var for var in given if var in gone),\n"
-                    '            *self._results(instr, f"{name}(given)"),\n'
-                    "            *self._dropped(var for var in dead if var not in given),\n"
-                ),
-                ('            *self._results(instr, f"{name}(given)"),\n            *self._dropped(dead),\n'),
+                "                unit.reads = frozenset({GIVEN})\n",
+                "                unit.reads |= {GIVEN}\n",
             ),
         ),
         (f"{TEMPLATES}test_a_template_frees_what_it_is_given_after_its_last_use",),
@@ -248,14 +244,11 @@ PIPELINES = (
     ),
     Mutant(
         "N194",
-        "what a plan drops at one place is said to be freed in the order in which it was made",
+        "what a plan drops at one place is said to be freed in another order",
         (
             (
-                "        for var in variables:\n            if var in self._named:\n",
-                (
-                    "        for var in sorted(variables, key=lambda one: one.storage):\n"
-                    "            if var in self._named:\n"
-                ),
+                "        for memory in () if handed or unit.commits else place.frees:\n",
+                "        for memory in () if handed or unit.commits else place.frees[::-1]:\n",
             ),
         ),
         (f"{RESERVE}test_what_a_plan_is_said_to_allocate_it_does[named_late-True]",),
@@ -264,7 +257,7 @@ PIPELINES = (
     Mutant(
         "N194 beside",
         "what attention's backward takes beside its results is not said",
-        (("        if (size := beside(instr)) > LARGE:\n", "        if (size := 0) > LARGE:\n"),),
+        (("(size := beside(unit.call)) > LARGE:\n", "(size := 0) > LARGE:\n"),),
         (f"{RESERVE}test_in_half_precision_attention_takes_memory_beside_its_gradients[dtype1]",),
         no_gpu="what is said is the same there",
     ),

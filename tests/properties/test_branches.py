@@ -284,9 +284,9 @@ def test_a_kernel_that_returns_other_memory_than_traced_runs_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A kernel that returns its argument, where the trace saw a new tensor: order would not follow memory."""
-    from functional_cg.stages.branches.plan import BranchedPlan
+    from functional_cg.stages.plan import AtenPlan
 
-    names = BranchedPlan._names
+    names = AtenPlan._names
 
     def lying(self: Any, *given: Any) -> Any:
         return {**names(self, *given), "op_aten_relu_default": lambda value: value}
@@ -296,7 +296,7 @@ def test_a_kernel_that_returns_other_memory_than_traced_runs_in_one_line(
         return {**state, "a": value.relu() + 1, "b": value.sum(0) + state["b"]}, {}
 
     step = branched(kept)
-    monkeypatch.setattr(BranchedPlan, "_names", lying)
+    monkeypatch.setattr(AtenPlan, "_names", lying)
     step(start(), torch.ones(4, 4))
     assert "branches: none, the kernel of `relu` returns other memory than its trace says" in step.explain()
 

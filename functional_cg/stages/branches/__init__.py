@@ -2,8 +2,8 @@
 
 Of a program with collectives, ``order`` first chooses the order. A plan's units of work come in (``units``), with what
 they read and write. ``assignment`` says which unit runs on which lane and when, ``listing`` what waits for what, and
-``races`` refuses the result unless each two units that touch the same memory are ordered. ``plan`` writes the code that
-a capture runs, and ``rehearsal`` sees whether memory is where the units say. Of a compiled function, ``wrapper`` reads
-the units, ``weights`` estimates them, and ``function`` does what ``plan`` does for ATen calls; ``source`` is what both
-write. Next is ``stages.run``, where a lane is a stream.
+``races`` refuses the result unless each two units that touch the same memory are ordered. ``source`` writes the code of
+a plan, and ``rehearsal`` sees whether memory is where the units say. The units of ATen calls are those of
+``stages.plan``; of a compiled function, ``wrapper`` reads them, ``weights`` estimates them, and ``function`` runs them.
+Next is ``stages.run``, where a lane is a stream.
 """

@@ -1,123 +1,75 @@
-"""A compiled function whose launches a capture spreads over lanes; everywhere else it runs in one line."""
+"""The launches of a compiled function, which run on lanes where that pays."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...concurrency.interrupts import uninterrupted
 from ...errors.words import words_of
-from ..plan import Run
-from .listing import in_line
-from .plan import Lanes, Spread
+from ..plan import Spread
+from .listing import Timeline, in_line
 from .races import refuse_races
-from .rehearsal import Rehearsal
-from .source import on_lanes
+from .source import Code, on_lanes
 from .units import Memory, Unit
 from .weights import Weighing, on_meta
 from .wrapper import ALIGN, UnknownStatement, Wrapper
 
-__all__ = ["Launches"]
-
-Clears = Sequence[Callable[[], Any]]
+__all__ = ["scope_of", "spread_launches"]
 
 
-class Launches:
-    """The launches of a compiled function, on lanes where that pays.
+def spread_launches(
+    wrapper: Wrapper,
+    code: Code,
+    names: Mapping[str, Any],
+    arguments: Sequence[Tensor],
+    spread: Spread,
+    padded: Collection[Memory] = (),
+) -> Timeline:
+    """Return what runs where of what a compiled function launches.
 
     Args:
-      name: Name of the user's function.
-      wrapper: What the function launches.
+      wrapper: What it launches.
+      code: What else it has.
       names: The globals of its module.
       arguments: Tensors like its arguments.
-      count: How many of its results leave the step.
-      padded: Memory that is cleared after all else.
       spread: Chooses what runs where.
-    Attributes:
-      timeline: What runs where.
+      padded: Memory that is cleared after all else.
     Raises:
       UnknownStatement: If an op does not run on shapes alone.
       CaptureError: If there is a race.
     """
+    for parameter, argument in zip(wrapper.parameters, arguments, strict=True):
+        if parameter in wrapper.aligned and names[ALIGN](argument) is not argument:
+            raise UnknownStatement(f"{ALIGN}({parameter})")
+    units = list(wrapper.units)
+    if padded:
+        units.append(Unit("padding", ["*clears"], writes=frozenset(padded), commits=True))
+    weighing = Weighing(arguments, wrapper.known)
+    scope = weighing.names(wrapper, names) | dict(
+        zip(wrapper.parameters, map(on_meta, arguments), strict=True)
+    )
+    try:
+        on_lanes(weighing, in_line(units, code.kept), code, {**scope, "clears": ()})(())
+    except Exception as error:  # of any op
+        raise UnknownStatement(f"{type(error).__name__}: {words_of(error)}") from error
+    weighing.weigh(units)
+    timeline = spread(units, code.kept)
+    refuse_races(timeline, code.function)
+    return timeline
 
-    def __init__(
-        self,
-        name: str,
-        wrapper: Wrapper,
-        names: Mapping[str, Any],
-        arguments: Sequence[Tensor],
-        *,
-        count: int,
-        padded: Collection[Memory],
-        spread: Spread,
-    ) -> None:
-        self._name, self._wrapper, self._names, self._count = name, wrapper, names, count
-        for parameter, argument in zip(wrapper.parameters, arguments, strict=True):
-            if parameter in wrapper.aligned and names[ALIGN](argument) is not argument:
-                raise UnknownStatement(f"{ALIGN}({parameter})")
-        units = list(wrapper.units)
-        if padded:
-            units.append(Unit("padding", ["for clear in clears: clear()"], frozenset(), frozenset(padded)))
-        self.timeline = in_line(units, wrapper.returned)
-        weighing = Weighing(arguments, wrapper.known)
-        weigh = self._bind([on_meta(one) for one in arguments], (), weighing, weighing.names(wrapper, names))
-        try:
-            weigh(())
-        except Exception as error:  # of any op
-            raise UnknownStatement(f"{type(error).__name__}: {words_of(error)}") from error
-        weighing.weigh(units)
-        self.timeline = spread(units, wrapper.returned)
-        refuse_races(self.timeline, name)
-        self._settled = self.timeline.lanes == 1
 
-    def rehearse(self, arguments: Sequence[Tensor], clears: Clears) -> None:
-        """Run once on arguments of no value, in one line, and stay there if values lie elsewhere than the code says."""
-        if self._settled:
-            return
-        rehearsal = Rehearsal(arguments, self._wrapper.known)
-        self._bind(arguments, clears, rehearsal)(())
-        if rehearsal.surprise:
-            why = f"`{rehearsal.surprise}` returns other memory than its code says"
-            self.timeline = replace(in_line(self.timeline.units, self._wrapper.returned), why=why)
-        self._settled = True
-
-    def bind_to(self, arguments: Sequence[Tensor], clears: Clears, lanes: Lanes) -> Run:
-        """Bind the launches to arguments and lanes."""
-        return self._bind(arguments, clears, lanes)
-
-    def _bind(
-        self,
-        arguments: Sequence[Tensor],
-        clears: Clears,
-        lanes: Lanes,
-        names: Mapping[str, Any] | None = None,
-    ) -> Run:
-        wrapper, timeline = self._wrapper, self.timeline
-        scope = {**self._names, "empty_strided_cpu": _allocated} if names is None else dict(names)
-        scope |= {kernel: lanes.kernel(scope[kernel]) for kernel in wrapper.functions}
-        scope |= zip(wrapper.parameters, arguments, strict=True)
-        scope |= {"uninterrupted": uninterrupted, "clears": clears, "lanes": lanes, "on": lanes.on}
-        scope |= {"wait": lanes.wait, "record": lanes.record, "rehearsal": lanes}
-        scope |= {"units": timeline.units, "places": timeline.places}
-        lines = on_lanes(
-            timeline,
-            wrapper.variables,
-            wrapper.defined,
-            rehearsed=isinstance(lanes, Rehearsal),
-            entering=wrapper.entering,
-        )
-        body = [*wrapper.before, *(line for line, _ in lines)]
-        source = (
-            "def run(before):\n    uninterrupted(before)\n    with lanes:\n"
-            + "".join(f"        {line}\n" for line in body or ["pass"])
-            + f"    return {wrapper.results}[:{self._count}]\n"
-        )
-        exec(compile(source, f"<launches of {self._name}>", "exec"), scope)
-        return scope.pop("run")  # type: ignore[no-any-return]
+def scope_of(
+    wrapper: Wrapper,
+    names: Mapping[str, Any],
+    arguments: Sequence[Tensor],
+    clears: Sequence[Callable[[], Any]],
+) -> dict[str, Any]:
+    """Return what launches refer to, for arguments and what to call after all else."""
+    given = dict(zip(wrapper.parameters, arguments, strict=True))
+    return {**names, **given, "empty_strided_cpu": _allocated, "clears": clears}
 
 
 def _allocated(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -143,19 +143,24 @@ def in_line(units: Sequence[Unit], kept: frozenset[Memory] = frozenset()) -> Tim
       units: The units, in the order of the plan.
       kept: Memory that is never freed: what leaves the step.
     """
-    before = predecessors(units)
-    found = Assignment.of(len(units))
+    before = predecessors(units) if any(unit.link for unit in units) else ()
+    last = {memory: number for number, unit in enumerate(units) for memory in unit.reads | unit.writes}
+    frees: dict[int, list[Memory]] = {}
+    for memory in (memory for unit in units for memory in unit.made if memory not in kept):
+        frees.setdefault(last[memory], []).append(memory)
+    places: list[Place] = []
     now = link = 0.0
     for number, unit in enumerate(units):
-        needed = max((found.end[one] for one in before[number] if units[one].link), default=0.0)
+        needed = (
+            max((places[one].end for one in before[number] if units[one].link), default=0.0)
+            if before
+            else 0.0
+        )
         start = max(now, needed, link if unit.link else 0.0)
-        found.start[number], found.end[number] = start, start + unit.micros
-        found.order.append(number)
-        if unit.link:
-            link = found.end[number]
-        else:
-            now = found.end[number]
-    return Timeline(units, list(_placed(units, before, found, kept)), 1)
+        end = start + unit.micros
+        now, link = (now, end) if unit.link else (end, link)
+        places.append(Place(number, 0, (), False, tuple(frees.get(number, ())), start, end))
+    return Timeline(units, places, 1)
 
 
 def listed(

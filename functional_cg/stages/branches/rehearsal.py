@@ -7,14 +7,44 @@ tensor, or copy where it saw a view, do no harm in a line. Between lanes they wo
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from ...tensors.overlap import storage_key
 from .units import Memory, Unit
 
-__all__ = ["Rehearsal"]
+__all__ = ["Lanes", "Rehearsal"]
+
+
+class Lanes(Protocol):
+    """Where the calls of a branched plan run: on a GPU, streams and the events between them.
+
+    Entering begins on lane 0, and leaving ends there, after all lanes.
+    """
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None: ...
+
+    def on(self, lane: int) -> None:
+        """Run what follows on a lane."""
+        ...
+
+    def wait(self, unit: int) -> None:
+        """Let the lane wait for a unit that was recorded."""
+        ...
+
+    def record(self, unit: int) -> None:
+        """Let other lanes wait for all that the lane has run so far, under the number of its last unit."""
+        ...
+
+    def kernel(self, launch: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what to call for a kernel that does not pass by torch's dispatcher."""
+        ...
 
 
 class Rehearsal:

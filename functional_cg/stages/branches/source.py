@@ -1,60 +1,198 @@
-"""Write the code that a capture runs: units in the order of a schedule, and what lanes and a rehearsal must know."""
+"""Write the code of a plan: units in the order of a schedule, and what lanes and a rehearsal must know."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from textwrap import indent
+from typing import Any
 
-from .listing import Timeline
+from torch import Tensor
+
+from ...concurrency.interrupts import uninterrupted
+from ...messages.source import Location
+from .listing import Timeline, in_line
+from .rehearsal import Lanes, Rehearsal
 from .units import Memory, Unit
 
-__all__ = ["Defined", "on_lanes", "pairs"]
+__all__ = ["Code", "lines_of", "note", "numbered", "on_lanes", "rehearsed", "source_of"]
 
-Defined = Sequence[tuple[Memory, str]]  # memory, and the name of a value in it
+_GUARD = "except Exception as error:\n    note(error)\n    raise\n"
 
 
-def on_lanes(
+Run = Callable[[Sequence[Callable[[], Any]]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """What a function has beside its units.
+
+    Attributes:
+      function: Name of the user's function.
+      first: What runs before all units.
+      results: What it returns, as source.
+      kept: The memory of that.
+      known: Memory that is there before the run.
+      entering: What each lane runs when it goes on.
+      kernels: Names of what it calls that does not pass by torch's dispatcher.
+    """
+
+    function: str
+    first: Unit
+    results: str
+    kept: frozenset[Memory]
+    known: Collection[Memory]
+    entering: Sequence[str] = ()
+    kernels: Collection[str] = ()
+
+
+def source_of(
     timeline: Timeline,
-    variables: Mapping[Memory, Collection[str]],
-    defined: Mapping[Unit, Defined],
+    code: Code,
     *,
-    rehearsed: bool,
-    entering: Sequence[str] = (),
-) -> Iterator[tuple[str, Unit | None]]:
-    """Yield the lines of a schedule, each with its unit if it belongs to one.
+    on_lanes: bool = False,
+    functions: Sequence[str] = (),
+    rehearsed: bool = False,
+    timed: bool = False,
+) -> tuple[str, dict[int, Location | None]]:
+    """Return the source of a function ``run(before)``, and the user's line for each of its lines.
 
-    They use the names ``on``, ``wait`` and ``record`` of the lanes, and ``units``, ``places`` and ``rehearsal``.
+    In one line, units that commit are one block, with what is to run before them; on lanes each commits in its place.
 
     Args:
       timeline: The schedule.
-      variables: For memory that is freed, the names that keep it alive.
-      defined: What each unit defines.
-      rehearsed: Whether a rehearsal is told of all that is defined and freed.
-      entering: What each lane runs when it goes on.
+      code: What else the function has.
+      on_lanes: Whether it runs on lanes, rather than in one line.
+      functions: Names of functions that it calls, each an argument of it.
+      rehearsed: As for :func:`lines_of`, like ``timed``.
     """
-    lane = 0
-    for line in entering:
-        yield line, None
+    lines = list(
+        lines_of(timeline, code.first, code.entering, on_lanes=on_lanes, rehearsed=rehearsed, timed=timed)
+    )
+    body = "\n".join(f"    {line}" for line, _ in lines) or "    pass"
+    start = f"def run({', '.join(['before', *(['*', *functions] if functions else [])])}):\n"
+    calls = [call for unit in timeline.units if unit.commits for call in (*unit.lines, *["tick"] * timed)]
+    end = f"    uninterrupted((*before, {', '.join(calls)}))\n"
+    if on_lanes:
+        start, end = f"{start}    uninterrupted(before)\n    with lanes:\n", ""
+    guarded = indent(f"try:\n{body}\n{_GUARD}", "    " * (1 + on_lanes))
+    return f"{start}{guarded}{end}    return {code.results}\n", numbered(lines, start.count("\n") + 2)
+
+
+def numbered(lines: Iterable[tuple[str, Unit | None]], start: int) -> dict[int, Location | None]:
+    """Return the user's line for each line, by its number; they begin with this one."""
+    return {number: unit.site for number, (_, unit) in enumerate(lines, start) if unit is not None}
+
+
+def lines_of(
+    timeline: Timeline,
+    first: Unit,
+    entering: Sequence[str] = (),
+    *,
+    on_lanes: bool = False,
+    rehearsed: bool = False,
+    timed: bool = False,
+) -> Iterator[tuple[str, Unit | None]]:
+    """Yield the lines of a schedule, each with its unit if it belongs to one; in one line without what commits.
+
+    They use the name ``uninterrupted``, ``on``, ``wait`` and ``record`` of lanes, ``tick`` if it is timed, and if it is
+    rehearsed ``first``, ``units``, ``places`` and ``rehearsal``.
+
+    Args:
+      timeline: The schedule.
+      first: What runs before all units.
+      entering: What each lane runs when it goes on.
+      on_lanes: Whether it runs on lanes.
+      rehearsed: Whether a rehearsal is told of all that is defined and freed.
+      timed: Whether it ticks after each unit.
+    """
+    names: dict[Memory, list[str]] = {}
+    for memory, name in (pair for unit in timeline.units for pair in unit.defined):
+        names.setdefault(memory, []).append(name)
+    yield from ((line, None) for line in (*first.lines, *entering))
+    if rehearsed:
+        yield f"rehearsal.defined(first, {_pairs(first)})", None
+    lane, gone = 0, set[str]()
     for position, place in enumerate(timeline.places):
         unit = timeline.units[place.unit]
+        if unit.commits and not on_lanes:
+            continue
         if place.lane != lane:
             lane = place.lane
             for line in (f"on({lane})", *entering):
                 yield line, None
         for one in place.waits:
             yield f"wait({one})", None
-        for line in unit.lines:
+        for line in [f"uninterrupted(({', '.join(unit.lines)},))"] if unit.commits else unit.lines:
             yield line, unit
         if rehearsed:
-            yield f"rehearsal.defined(units[{place.unit}], {pairs(defined.get(unit, ()))})", None
+            yield f"rehearsal.defined(units[{place.unit}], {_pairs(unit)})", None
         if place.records:
             yield f"record({place.unit})", None
-        dead = [name for memory in place.frees for name in variables[memory]]
+        # A name may stand for several values: it goes with the first of them.
+        dead = dict.fromkeys(name for memory in place.frees for name in names[memory] if name not in gone)
+        gone.update(dead)
         if dead:
-            yield f"del {', '.join(dict.fromkeys(dead))}", None
+            yield f"del {', '.join(dead)}", None
         if rehearsed:
             yield f"rehearsal.freed(places[{position}].frees)", None
+        if timed:
+            yield "tick()", None
 
 
-def pairs(defined: Defined) -> str:
-    """Return the source of what is defined, as a rehearsal gets it."""
-    return f"[{', '.join(f'({memory!r}, {name})' for memory, name in defined)}]"
+def _pairs(unit: Unit) -> str:
+    """Return the source of what a unit defines, as a rehearsal gets it."""
+    return f"[{', '.join(f'({memory!r}, {name})' for memory, name in unit.defined)}]"
+
+
+def on_lanes(lanes: Lanes, timeline: Timeline, code: Code, names: Mapping[str, Any]) -> Run:
+    """Return the units of a schedule, bound to lanes.
+
+    Args:
+      lanes: The lanes; a rehearsal is told of all that is defined and freed.
+      timeline: The schedule.
+      code: What else the function has.
+      names: What the source refers to.
+    """
+    source, sites = source_of(timeline, code, on_lanes=True, rehearsed=isinstance(lanes, Rehearsal))
+    scope = {**names, "lanes": lanes, "on": lanes.on, "wait": lanes.wait, "record": lanes.record}
+    scope |= {"rehearsal": lanes, "first": code.first, "units": timeline.units, "places": timeline.places}
+    scope |= {"uninterrupted": uninterrupted, "note": partial(note, code.function, sites, lambda: None)}
+    scope |= {kernel: lanes.kernel(scope[kernel]) for kernel in code.kernels}
+    exec(compile(source, f"<branches of {code.function}>", "exec"), scope)
+    return scope.pop("run")  # type: ignore[no-any-return]
+
+
+def rehearsed(timeline: Timeline, code: Code, names: Mapping[str, Any], static: Iterable[Tensor]) -> Timeline:
+    """Run units once, in one line; return their schedule, or one line if values lie elsewhere than the units say.
+
+    Args:
+      timeline: The schedule.
+      code: What else the function has.
+      names: What the source refers to: tensors of no value.
+      static: Those of them that are there before the run.
+    """
+    rehearsal = Rehearsal(static, code.known)
+    on_lanes(rehearsal, timeline, code, names)(())
+    if not rehearsal.surprise:
+        return timeline
+    why = f"the kernel of `{rehearsal.surprise}` returns other memory than its trace says"
+    return replace(in_line(timeline.units, code.kept), why=why)
+
+
+def note(
+    function: str,
+    sites: Mapping[int, Location | None],
+    raised_at: Callable[[], Location | None],
+    error: Exception,
+) -> None:
+    """Add the user's line to an exception raised by a kernel (an index out of range, say)."""
+    site, here = None, error.__traceback__
+    plan = here and here.tb_frame.f_code.co_filename
+    while here is not None and here.tb_frame.f_code.co_filename == plan:
+        site, here = sites.get(here.tb_lineno, site), here.tb_next
+    site = site or raised_at()
+    error.add_note(
+        f"`{function}`: raised by its replay{f', at {site}' if site else ''}; the state is unchanged."
+    )

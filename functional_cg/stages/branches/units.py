@@ -1,13 +1,13 @@
 """The units of work of a plan, with the memory that they read and write.
 
 Order within a plan matters for nothing but memory, so two units that touch no memory in common, or only read it, may
-run in any order. What is not memory but has an order all the same counts as memory here: a generator, checks, and the
-link between ranks: collectives run in the order of the program, which is the same on all ranks.
+run in any order. What is not memory but has an order all the same counts as memory on lanes: a generator, checks, and
+the link between ranks: collectives run in the order of the program, which is the same on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,23 +15,28 @@ from ...messages.source import Location
 from ...shards.collectives import is_collective
 from ...shards.transfers import TRANSFERS
 from ...tensors.aten import can_draw, of_another_library
+from ..lifetimes import spanned
 from ..passes.fused import written_pairs
-from ..program import Instr
+from ..program import Instr, Var
 
 __all__ = [
     "GENERATOR",
+    "GIVEN",
     "LINK",
     "Memory",
     "Unit",
     "accesses",
     "after_checks",
     "fixed_by",
+    "ordered",
     "predecessors",
+    "units_of",
 ]
 
 Memory = int | str
 
 GENERATOR, LINK, _CHECKS = "generator", "link", "checks"
+GIVEN = "given"  # the list that a template takes, with all that nobody else holds
 _MOVING = frozenset(f"aten::{name}_" for name in ("resize", "resize_as", "set"))
 
 
@@ -41,10 +46,14 @@ class Unit:
 
     Attributes:
       name: What it is, for people.
-      lines: Its source.
+      lines: Its source; of a unit that commits, calls that are still to be made.
       reads: The memory that it reads.
       writes: The memory that it writes, also what it allocates.
       made: The memory that it allocates, with the bytes; freed once nobody needs it.
+      defined: The names that it binds, each with the memory of its value.
+      commits: Whether it writes what outlasts the step. In one line all such units are one block, after all others.
+      call: The call that it makes, if it is one of a program.
+      calls: That call, and those that take views of what it makes.
       site: The user's line.
       micros: Estimated microseconds when it runs alone.
       busy: Those that it keeps the whole device busy.
@@ -54,10 +63,14 @@ class Unit:
     """
 
     name: str
-    lines: list[str]
-    reads: frozenset[Memory]
-    writes: frozenset[Memory]
+    lines: list[str] = field(default_factory=list)
+    reads: frozenset[Memory] = frozenset()
+    writes: frozenset[Memory] = frozenset()
     made: dict[Memory, int] = field(default_factory=dict)
+    defined: list[tuple[Memory, str]] = field(default_factory=list)
+    commits: bool = False
+    call: Instr | None = None
+    calls: list[Instr] = field(default_factory=list)
     site: Location | None = None
     micros: float = 0.0
     busy: float = 0.0
@@ -80,13 +93,58 @@ def accesses(instr: Instr, *, in_place: bool = False) -> tuple[frozenset[Memory]
     elif not instr.only_views:
         # Also an argument that it returns: its name is new.
         writes |= {var.storage for var in instr.outputs()}
-    if can_draw(instr.op, instr.args, instr.kwargs):
-        writes.add(GENERATOR)
-    if is_collective(instr.op):
-        writes.add(LINK)
-    if instr.checks:
-        writes.add(_CHECKS)
     return frozenset(reads), frozenset(writes)
+
+
+def ordered(instr: Instr) -> frozenset[Memory]:
+    """Return what a call writes that is no memory, but has an order."""
+    found = {
+        GENERATOR: can_draw(instr.op, instr.args, instr.kwargs),
+        LINK: is_collective(instr.op),
+        _CHECKS: instr.checks,
+    }
+    return frozenset(what for what, there in found.items() if there)
+
+
+def units_of(
+    calls: Iterable[Instr], before: Mapping[Unit, Sequence[Var]], there: Iterable[Memory] = ()
+) -> tuple[Unit, list[Unit]]:
+    """Return calls as units, without their source; a view belongs to the unit that defines what it is a view of.
+
+    A view that waits for another value, too, is a unit that takes no time.
+
+    Args:
+      calls: The calls.
+      before: Units before them, with the variables that they define.
+      there: The memory that is there before all units.
+    Returns:
+      (first, units): the first unit takes views of what is there, before all others.
+    """
+    first, units = Unit("a view"), [*before]
+    owner = {var: number for number, own in enumerate(before.values()) for var in own}
+    known = {*there}.union(*(unit.made for unit in units))
+    marks: dict[int, Memory] = {}
+    for instr in calls:
+        owners, views = {owner[var] for var in instr.inputs() if var in owner}, instr.only_views
+        if not views or (owners and len({var.storage for var in instr.inputs()}) > 1):
+            reads, writes = accesses(instr)
+            number, marked = len(units), frozenset(marks[one] for one in owners if one in marks)
+            unit = Unit(instr.name, [], reads | marked, writes, site=instr.site)
+            if views:  # it waits for another value, too, and what reads it waits for it
+                marks[number] = f"view {number}"
+                unit.writes |= {marks[number]}
+            else:
+                unit.call = instr
+                for var in instr.outputs():
+                    if var.storage not in known and var.storage not in reads:
+                        unit.made[var.storage] = max(unit.made.get(var.storage, 0), spanned(var))
+                known.update(unit.made)
+            units.append(unit)
+            owners = {number}
+        (units[max(owners)] if owners else first).calls.append(instr)
+        if owners:
+            owner |= dict.fromkeys(instr.outputs(), max(owners))
+    return first, units
 
 
 def fixed_by(op: Any) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...shards.collectives import WAIT, is_collective
+from .source import Code
 from .units import GENERATOR, LINK, Memory, Unit, fixed_by
 
 __all__ = ["ALIGN", "UnknownStatement", "Wrapper"]
@@ -43,11 +44,9 @@ class Wrapper:
       aligned: Those that the function would copy if they were not aligned.
       signatures: By name of a kernel, whether it only reads what comes at each position of its call.
       functions: Names of kernels that are called themselves; of others, a method is.
-      before: Lines that run first, once.
+      first: What runs before all launches.
       entering: Lines that each lane runs when it goes on: they ask for its stream.
       units: The launches, in the order of the wrapper.
-      defined: What each unit defines.
-      variables: Names of the memory that the function allocates.
       results: What it returns, as source.
       returned: The memory of that.
     Raises:
@@ -60,11 +59,9 @@ class Wrapper:
         self.signatures = dict(_signatures(module))
         self.functions: set[str] = set()
         self.aligned: set[str] = set()
-        self.before: list[str] = []
+        self.first = Unit("a view", [])
         self.entering: list[str] = []
         self.units: list[Unit] = []
-        self.defined: dict[Unit, list[tuple[Memory, str]]] = {}
-        self.variables: dict[Memory, list[str]] = {}
         self.results = "()"
         self.returned: frozenset[Memory] = frozenset()
         self._streams: set[str] = set()
@@ -86,6 +83,11 @@ class Wrapper:
         for statement in _flat(body):
             self._read(statement, ast.unparse(statement))
 
+    def code(self, function: str, count: int) -> Code:
+        """Return what there is beside the units; of the results, so many leave the step."""
+        results = f"{self.results}[:{count}]"
+        return Code(function, self.first, results, self.returned, self.known, self.entering, self.functions)
+
     def _read(self, statement: ast.stmt, text: str) -> None:
         match statement:
             case ast.Delete():
@@ -95,7 +97,7 @@ class Wrapper:
             case ast.Return(value=ast.expr() as value):
                 self.results, self.returned = ast.unparse(value), frozenset(self._named(value))
                 for memory in self.returned & self._waiting.keys():  # nothing writes what has no elements
-                    self.before += [line for line, _ in self._waiting.pop(memory)]
+                    self.first.lines += [line for line, _ in self._waiting.pop(memory)]
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 self._assign(name, value, text)
             case ast.Expr(value=ast.Call() as call):
@@ -115,7 +117,6 @@ class Wrapper:
         elif function.startswith(_ALLOCATE):
             self._memory[name] = name
             self._waiting[name] = [(text, name)]
-            self.variables[name] = [name]
         elif function == _VIEW or isinstance(value, ast.Name | ast.Subscript):
             self._view(name, value, text)
         elif isinstance(value, ast.Call):
@@ -129,19 +130,18 @@ class Wrapper:
         if others or memory == name:
             raise UnknownStatement(text)
         self._memory[name] = memory
-        self.variables.setdefault(memory, []).append(name)
         if memory in self._waiting:
             self._waiting[memory].append((text, name))
         elif (owner := self._owner[memory]) is None:
-            self.before.append(text)
+            self.first.lines.append(text)
         else:
             owner.lines.append(text)
-            self.defined[owner].append((memory, name))
+            owner.defined.append((memory, name))
 
     def _launch(self, call: ast.Call, text: str, result: str = "") -> None:
         function = ast.unparse(call.func)
         if function == _DEVICE:
-            self.before.append(text)
+            self.first.lines.append(text)
             return
         if function.startswith(_CHECK):
             return  # of strides and alignments: they passed when the function itself ran
@@ -159,18 +159,16 @@ class Wrapper:
         written = {*self._named(*self._may_be_written(call, function, ops))}
         if any(torch.Tag.nondeterministic_seeded in op.tags for op in ops):
             written.add(GENERATOR)
-        unit = Unit(function, [], frozenset(touched), frozenset())
-        self.defined[unit] = []
+        unit = Unit(function, [], frozenset(touched))
         for memory in sorted(touched & self._waiting.keys(), key=str):
             for line, name in self._waiting.pop(memory):
                 unit.lines.append(line)
-                self.defined[unit].append((memory, name))
+                unit.defined.append((memory, name))
             self._owner[memory], unit.made[memory] = unit, 0
         unit.lines.append(text)
         if result:
             self._memory[result], self._owner[result], unit.made[result] = result, unit, 0
-            self.variables[result] = [result]
-            self.defined[unit].append((result, result))
+            unit.defined.append((result, result))
         if any(is_collective(op) for op in ops):
             unit.link = True
             written.add(LINK)
@@ -190,8 +188,7 @@ class Wrapper:
         unit.lines.append(text)
         if result:
             self._memory[result] = memory
-            self.variables.setdefault(memory, []).append(result)
-            self.defined[unit].append((memory, result))
+            unit.defined.append((memory, result))
 
     def _ops(self, function: ast.expr, text: str) -> list[Any]:
         """Return the ops that a statement may call: none for a kernel, a method of a value, and what is external."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from ..passes.rewrite import range_tensor
 from ..plan import Buffers
 from ..program import Program, Var
 
@@ -36,10 +37,5 @@ def like(var: Var) -> Tensor:
 
 def tensors_of(program: Program, buffers: Buffers, device: torch.device) -> dict[Var, Tensor]:
     """Return the tensors of a program's slots, inputs, constants and ranges, as compiled functions get them."""
-    known = [*program.slots, *program.inputs, *(constant.var for constant in program.constants)]
     # A compiled kernel may take a CPU scalar as if it were on the device.
-    constants = [one.to(device) for one in buffers.constants]
-    tensors = dict(zip(known, [*buffers.slots, *buffers.inputs, *constants], strict=True))
-    for one in program.ranges:
-        tensors[one.var] = range_tensor(one, [tensors[leaf] for leaf in one.leaves])
-    return tensors
+    return replace(buffers, constants=[one.to(device) for one in buffers.constants]).tensors(program)

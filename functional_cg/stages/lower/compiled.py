@@ -20,12 +20,11 @@ from ...options import Options
 from ..branches.choice import choose, in_advance
 from ..branches.listing import in_line
 from ..branches.order import beside_collectives, launches_of
-from ..branches.plan import BranchedPlan, Spread
 from ..passes.equal_calls import share_equal_calls
 from ..passes.out_of_place import write_out_of_place
 from ..passes.recompute import keep_as_buffers, recompute
 from ..passes.summed_products import join_summed_products
-from ..plan import ExecutionPlan, lower_aten
+from ..plan import AtenPlan, Plan, Spread, lower_aten
 from ..program import Instr, Program, Var, highest, map_arguments
 from ..schedule import Schedule, schedule
 from ..template import calls_of
@@ -51,7 +50,7 @@ def announce(device: torch.device, options: Options) -> None:
         start_workers()
 
 
-def lower(program: Program, device: torch.device, options: Options, reference: Reference) -> ExecutionPlan:
+def lower(program: Program, device: torch.device, options: Options, reference: Reference) -> Plan:
     """Lower a rewritten program.
 
     Args:
@@ -71,8 +70,8 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
         if lanes:
             program.instrs = calls_of(program.instrs)
             beside_collectives(program, device, _held(program), options.branch_memory)
-            return BranchedPlan(program, schedule(program), _spread(program, options))
-        plan: ExecutionPlan = lower_aten(program)
+            return AtenPlan(program, schedule(program), _spread(program, options))
+        plan: Plan = lower_aten(program)
     elif not program.instrs:
         plan = lower_aten(program)  # there is nothing to compile
     else:
@@ -84,7 +83,7 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
 
 def _compiled(
     program: Program, device: torch.device, options: Options, reference: Reference, *, lanes: bool
-) -> ExecutionPlan:
+) -> Plan:
     on_gpu, choice = device.type == "cuda", options.lowering
     if any(instr.region for instr in program.instrs):
         return in_regions(program, device, None if isinstance(choice, str) else choice, reference)

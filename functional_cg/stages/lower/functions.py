@@ -18,7 +18,7 @@ from ...state.outline import count
 from ...tensors.overlap import storage_key
 from ..layouts import laid_out
 from ..passes.bounds import check_values
-from ..plan import AtenPlan, Buffers, Run
+from ..plan import AtenPlan, Buffers
 from ..program import Instr, Program, Var
 from ..schedule import Schedule
 from ..template import Template
@@ -149,6 +149,10 @@ class Head:
       after: If there: called with the arguments and the results of each call.
     """
 
+    namespace = "fcg"
+    tags = ()
+    _schema = torch._C.parse_schema("fcg::compiled(Tensor[] given) -> Tensor[]")
+
     def __init__(
         self,
         part: Program,
@@ -251,7 +255,7 @@ def checked(
     return check_values(part, calls) if device.type == "cpu" and compiler is None else calls
 
 
-class FunctionsPlan:
+class FunctionsPlan(AtenPlan):
     """Runs compiled functions among ATen calls, in the order of a schedule.
 
     Args:
@@ -261,7 +265,7 @@ class FunctionsPlan:
       device: Where it runs.
       reference: The program as traced, which finds the user's line for an exception from a compiled function.
       heads: The functions.
-      copies: As for :class:`ExecutionPlan`, like ``shared``.
+      copies: As for :class:`Plan`, like ``shared``.
       shared: Likewise.
       one_by_one: Whether each function is compared with its calls by itself.
     Attributes:
@@ -269,8 +273,6 @@ class FunctionsPlan:
     """
 
     compiled = True
-    branches = ""
-    temporaries = 0
 
     def __init__(
         self,
@@ -285,9 +287,9 @@ class FunctionsPlan:
         shared: Sequence[str] = (),
         one_by_one: bool = False,
     ) -> None:
-        self._program, self._device, self._reference, self._heads = program, device, reference, heads
+        super().__init__(program, runs, raised_at=reference.raises_at)
+        self._device, self._heads, self.functions = device, heads, len(heads)
         self.schedule, self.copies, self.shared, self.one_by_one = plan, copies, shared, one_by_one
-        self.functions, self._aten = len(heads), AtenPlan(program, runs)
         runs_of = (instr.op.calls if isinstance(instr.op, Template) else [instr] for instr in runs.head)
         calls = Counter(instr.op for every in runs_of for instr in every if isinstance(instr.op, Head))
         self.times = [calls[head] for head in heads]
@@ -295,21 +297,17 @@ class FunctionsPlan:
     def as_text(self) -> str:
         pairs = zip(self._heads, self.times, strict=True)
         texts = [f"{head}, which runs {count(times, 'time')}:\n{head.graph.code}" for head, times in pairs]
-        return "\n".join([*texts, self._aten.as_text()])
+        return "\n".join([*texts, super().as_text()])
 
-    def bind(self, buffers: Buffers) -> Run:
-        program = self._program
+    def _names(self, buffers: Buffers) -> dict[str, Any]:
+        program = self.program
         known = tensors_of(program, buffers, self._device)
         for head in self._heads:
             head.compile(known)
         if not program.ranges:  # else their leaves have to lie in one slab
             known = {var: by_itself(tensor) for var, tensor in known.items()}
-        buffers = Buffers(
-            [known[var] for var in program.slots],
-            [known[var] for var in program.inputs],
-            [known[constant.var] for constant in program.constants],
-        )
-        return self._aten.bind(buffers, partial(self._reference.raises_at, buffers))
+        variables = program.slots, program.inputs, [constant.var for constant in program.constants]
+        return super()._names(Buffers(*([known[var] for var in some] for some in variables)))
 
     @contextlib.contextmanager
     def watched(self, see: See) -> Iterator[None]:

@@ -13,9 +13,9 @@ from torch import Tensor
 from ...ambient.modes import ordinary, without_gradients
 from ...concurrency.interrupts import uninterrupted
 from ...shards.transfers import is_between_ranks
-from ..branches.function import Launches
-from ..branches.listing import Timeline, in_line
-from ..branches.plan import Lanes, Spread
+from ..branches.function import scope_of, spread_launches
+from ..branches.listing import in_line
+from ..branches.rehearsal import Lanes
 from ..branches.wrapper import UnknownStatement, Wrapper
 from ..evaluate import evaluate, evaluate_all
 from ..fx_passes.canonical import pick_by_comparison
@@ -24,7 +24,7 @@ from ..fx_passes.logits import has_large_logits
 from ..fx_passes.products import batch_gradients
 from ..passes.fused import group_size, in_place, split_light, written_pairs
 from ..passes.rewrite import clears
-from ..plan import Before, Buffers, ExecutionPlan, Run
+from ..plan import Before, Buffers, Plan, Run, Spread
 from ..program import Instr, Program, Var
 from ..schedule import Schedule, schedule
 from .arguments import by_itself, tensors_of
@@ -37,7 +37,7 @@ __all__ = ["SMALL", "InPlacePlan", "collects", "is_small", "largest"]
 SMALL = 2**24  # bytes of values that leave room on the device for other kernels
 
 
-class InPlacePlan:
+class InPlacePlan(Plan):
     """Runs a compiled function that returns the metrics and writes the slots.
 
     Args:
@@ -45,14 +45,11 @@ class InPlacePlan:
       device: Where it runs.
       spread: Chooses which of its launches run side by side; None for one line.
       why: Why it is None; empty if nothing else was asked for.
-    Attributes:
-      timeline: What runs where.
     """
 
     compiled = True
     functions = 1
     copies = False
-    shared: Sequence[str] = ()
 
     def __init__(
         self, program: Program, device: torch.device, spread: Spread | None = None, why: str = ""
@@ -75,9 +72,8 @@ class InPlacePlan:
             self._suit_one_line()
         self._graph.recompile()
         self._compiled: Callable[..., Any] | None = None
-        self._launches: Launches | None = None
         self._expected = Results(program.function, [*plan.outputs, *self._handed_on], program)
-        self.timeline, self.temporaries = replace(in_line(()), estimated=spread is not None), 0
+        self.timeline = replace(self.timeline, estimated=spread is not None)
         self.branches = f"branches: none, {why}" if why else ""
         if spread is not None:
             self.branches = "branches: told once it is compiled"
@@ -123,15 +119,12 @@ class InPlacePlan:
         return run
 
     def rehearse(self, buffers: Buffers) -> None:
-        if self._launches is not None:
-            with ordinary():
-                without_gradients()
-                self._launches.rehearse(*self._arguments(buffers))
-            self._tell(self._launches.timeline)
+        with ordinary():
+            without_gradients()
+            super().rehearse(buffers)
 
     def bind_to(self, buffers: Buffers, lanes: Lanes) -> Run:
-        assert self._launches is not None
-        launch = self._launches.bind_to(*self._arguments(buffers), lanes)
+        launch = super().bind_to(buffers, lanes)
 
         def run(before: Before) -> Sequence[Tensor]:
             with ordinary():
@@ -140,21 +133,13 @@ class InPlacePlan:
 
         return run
 
-    def in_line(self) -> ExecutionPlan:
-        """Return the plan of the same program that is compiled for one line."""
+    def in_line(self) -> Plan:
         return InPlacePlan(self._program, self._device)
 
-    def keep(self, measured: str) -> None:
-        """Stay on lanes, and say what was measured."""
-        assert self._launches is not None
-        self._launches.timeline = replace(self._launches.timeline, estimated=False, measured=measured)
-        self._tell(self._launches.timeline)
-
-    def _arguments(self, buffers: Buffers) -> tuple[list[Tensor], Sequence[Callable[[], Any]]]:
-        """Return the arguments of the function, and what to call after it."""
+    def _scope(self, buffers: Buffers) -> tuple[Mapping[str, Any], Sequence[Tensor]]:
         arguments, tensors = self._tensors(buffers)
         # Not part of the graph, where writing to some elements of a result would copy it.
-        return arguments, clears(self._program, tensors)
+        return scope_of(*self._wrapper, arguments, clears(self._program, tensors)), arguments
 
     def _tensors(self, buffers: Buffers) -> tuple[list[Tensor], dict[Var, Tensor]]:
         """Return the arguments of the function, and the tensors of all that is there before it."""
@@ -181,47 +166,29 @@ class InPlacePlan:
     def _beside(self, spread: Spread, arguments: Sequence[Tensor], *, padded: bool) -> None:
         """Compile to launches that run side by side; compile nothing if that does not pay."""
         compiled = self._compile(arguments, beside=True)
-        found, timeline = opened(compiled), in_line(())
-        if found is None:
-            timeline = replace(timeline, why="torch's compiler does not show what it wrote")
-        else:
-            try:
-                launches = self._launches_of(*found, arguments, spread, padded=padded)
-                timeline = launches.timeline
-            except UnknownStatement as error:
-                timeline = replace(timeline, why=f"`{error}` is not known to be a launch")
-        if timeline.lanes > 1:
-            self._compiled, self._launches = compiled, launches
-        else:
-            self._suit_one_line()
-            self._graph.recompile()
-        self._tell(timeline)
-
-    def _launches_of(
-        self,
-        source: str,
-        names: dict[str, Any],
-        arguments: Sequence[Tensor],
-        spread: Spread,
-        *,
-        padded: bool,
-    ) -> Launches:
+        found, timeline = opened(compiled), self.timeline
         program = self._program
         entering = [*self._entrance.slots, *program.inputs, *(c.var for c in program.constants)]
         memory = [f"argument {var.storage}" for var in entering]
-        return Launches(
-            program.function,
-            Wrapper(source, names, memory),
-            names,
-            arguments,
-            count=len(self.schedule.outputs),
-            padded=memory if padded else (),
-            spread=spread,
-        )
-
-    def _tell(self, timeline: Timeline) -> None:
-        self.timeline, self.branches = timeline, str(timeline)
-        self.temporaries = self.timeline.peak if self.timeline.lanes > 1 else 0
+        if found is None:
+            timeline = replace(in_line(()), why="torch's compiler does not show what it wrote")
+        else:
+            source, names = found
+            try:
+                wrapper = Wrapper(source, names, memory)
+                self._wrapper = wrapper, names
+                self._code = wrapper.code(program.function, len(self.schedule.outputs))
+                timeline = spread_launches(
+                    wrapper, self._code, names, arguments, spread, memory if padded else ()
+                )
+            except UnknownStatement as error:
+                timeline = replace(in_line(()), why=f"`{error}` is not known to be a launch")
+        if timeline.lanes > 1:
+            self._compiled = compiled
+        else:
+            self._suit_one_line()
+            self._graph.recompile()
+        self.tell(timeline)
 
     def _suit_one_line(self) -> None:
         """Change the graph as suits one line; on lanes, weight gradients run beside the chain of the others."""

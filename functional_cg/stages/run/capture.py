@@ -20,9 +20,19 @@ from ...concurrency.interrupts import uninterrupted
 from ...concurrency.streams import current_device
 from ...errors import CaptureError, FunctionalCGError, StreamError
 from ...errors.words import words_of
-from ..branches.plan import Branched, Lanes, bound, faster
+from ..branches.rehearsal import Lanes
 from ..evaluate import quiet
-from ..plan import Backend, Before, Buffers, ExecutionPlan, Replay, Run, Spare
+from ..plan import (
+    Backend,
+    Before,
+    Buffers,
+    Plan,
+    Replay,
+    Run,
+    Spare,
+    bound,
+    faster,
+)
 from .reserve import AtOnce, at_once
 from .warm_up import once
 
@@ -53,7 +63,7 @@ class CPUBackend:
 
     name = "cpu"
 
-    def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Spare]) -> Replay:
+    def capture(self, plan: Plan, buffers: Buffers, scratch: Callable[[], Spare]) -> Replay:
         return _DirectReplay(plan.bind(buffers))
 
     def record(self, run: Run) -> Replay:
@@ -137,7 +147,7 @@ class CUDABackend:
                 raise
             warm_up.synchronize()
 
-    def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Spare]) -> Replay:
+    def capture(self, plan: Plan, buffers: Buffers, scratch: Callable[[], Spare]) -> Replay:
         with torch.cuda.device(self._device), quiet():
             caller = torch.cuda.current_stream(self._device)
             with self.aside():
@@ -196,9 +206,7 @@ class CUDABackend:
         _free_workspaces()
         return _GraphReplay(graph, run, static, self._device)
 
-    def choose_lanes(
-        self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Spare]
-    ) -> ExecutionPlan:
+    def choose_lanes(self, plan: Plan, buffers: Buffers, scratch: Callable[[], Spare]) -> Plan:
         """Return a plan, or, if an estimate has put it on lanes and is measured to be wrong, the one for one line.
 
         Args:
@@ -206,7 +214,7 @@ class CUDABackend:
           buffers: As for :meth:`capture`; nothing runs on the slots.
           scratch: Likewise.
         """
-        if not (isinstance(plan, Branched) and plan.timeline.estimated):
+        if not plan.timeline.estimated:
             return plan
         with torch.cuda.device(self._device), quiet():
             with self.aside():

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ...concurrency.garbage import no_garbage_collection
-from ..plan import AtenPlan, ExecutionPlan
+from ..branches.units import Memory
+from ..plan import AtenPlan, Plan
 from .allocations import LARGE, Event, events, highest, multiplies
 
 __all__ = ["AtOnce", "at_once", "taken"]
@@ -78,9 +79,9 @@ class _Block:
 
 
 @no_garbage_collection()
-def at_once(plan: ExecutionPlan) -> AtOnce:
+def at_once(plan: Plan) -> AtOnce:
     """Return what to take at once for the large temporaries of a plan; nothing if that is unknown, or not worth it."""
-    if not isinstance(plan, AtenPlan) or plan.temporaries:  # lanes share no memory
+    if plan.compiled or not isinstance(plan, AtenPlan) or plan.temporaries:  # lanes share no memory
         return AtOnce()
     found = events(plan)
     return AtOnce(_best(found), multiplies(plan)) if highest(found) >= _LEAST else AtOnce()
@@ -127,7 +128,7 @@ def taken(found: Sequence[Event], first: Sequence[int] = (), limit: float = math
       first: Bytes of the parts of a segment that is there before.
       limit: From which on it does not matter how many more: some number that is not below it is returned.
     """
-    total, blocks = 0, dict[int, _Block]()
+    total, blocks = 0, dict[Memory, _Block]()
     free: list[tuple[int, int, _Block]] = []
 
     def segment(size: int, wall: int = 0) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...errors import FunctionalCGError
 from ..evaluate import quiet
-from ..plan import Buffers, ExecutionPlan
+from ..plan import Buffers, Plan
 from ..program import Program
 from .judge import Difference, Judge
 from .recorded import Recorded
@@ -93,7 +93,7 @@ class Trial:
       kind: Which values it was found on; empty for those of the call.
     """
 
-    def __init__(self, reference: Reference, plan: ExecutionPlan, together: Callable[[bool], bool]) -> None:
+    def __init__(self, reference: Reference, plan: Plan, together: Callable[[bool], bool]) -> None:
         self._reference, self._plan, self._together = reference, plan, together
         self._judge = Judge(reference, together)
         self.lacking, self.share, self.kind = 0, 0.0, ""

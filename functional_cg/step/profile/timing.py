@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ...errors import CaptureError
 from ...stages.evaluate import quiet
 from ...stages.lower.in_place import InPlacePlan
-from ...stages.plan import AtenPlan, Buffers, ExecutionPlan
+from ...stages.plan import AtenPlan, Buffers, Plan
 from ...stages.run.capture import backend_for
 from ...stages.run.memory import scratch
 from .kernels import Launches, Line
@@ -79,7 +79,7 @@ class _Clock(Protocol):
 
 
 def times_of(
-    plan: ExecutionPlan,
+    plan: Plan,
     timed: AtenPlan,
     buffers: Buffers,
     unchecked: Sequence[bool],
@@ -141,7 +141,7 @@ def times_of_lines(
 
 @contextmanager
 def _replaying(
-    plan: ExecutionPlan, buffers: Buffers, unchecked: Sequence[bool], copy_in: Act, where: Where
+    plan: Plan, buffers: Buffers, unchecked: Sequence[bool], copy_in: Act, where: Where
 ) -> Iterator[Act]:
     """Capture a plan on buffers; yield what copies the inputs in and replays it."""
     with quiet():
