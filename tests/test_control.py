@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import functional_cg as fcg
 from functional_cg.testing import assert_replay_equals_eager, assert_trees_all_equal
-from tests.out_of_sight import OutOfSight
 from tests.shares import CALLS, share
 
 
@@ -473,10 +473,65 @@ def mapped(s: Any, xs: Tensor) -> Any:
     return s["w"] + 1, torch.vmap(one)(xs[0])
 
 
+def by_a_known_value(s: Any, xs: Tensor) -> Any:
+    """A literal, and what is computed from it, may be read on the host."""
+
+    def body(carry: Any, x: Tensor) -> Any:
+        number, c = carry
+        return (number + 1, c * 2 if number.item() == 6 else c + x), c
+
+    (_, c), ys = fcg.scan(body, (torch.zeros((), dtype=torch.int64), s["w"]), xs)
+    return c, ys
+
+
+def by_a_bound_method(s: Any, xs: Tensor) -> Any:
+    take = [float(number == 2) for number in range(9)].pop
+    return fcg.scan(lambda c, x: (c * 2 if take() else c + x, c), s["w"], xs)
+
+
+def on_a_tensor(s: Any, xs: Tensor) -> Any:
+    box: Any = torch.zeros(1)
+    box.calls = 0
+
+    def body(c: Tensor, x: Tensor) -> Any:
+        box.calls += 1
+        return (c * 2 if box.calls == 6 else c + x), c
+
+    return fcg.scan(body, s["w"], xs)
+
+
+def behind_a_class(s: Any, xs: Tensor) -> Any:
+    calls = 0
+
+    class Scale:
+        def __call__(self, c: Tensor, x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return c * 2 if calls == 6 else c + x
+
+    scale = Scale()
+    return fcg.scan(lambda c, x: (scale(c, x), c), s["w"], xs)
+
+
+def by_identity(s: Any, xs: Tensor) -> Any:
+    turns = (s["w"], s["w"] + 1, s["w"] + 2)
+    scales = {turns[0]: 1.0, turns[1]: 2.0, turns[2]: 3.0}
+    (_, _, c), ys = fcg.scan(lambda r, x: ((r[1], r[2], r[0]), r[0] * scales[r[0]] + x), turns, xs)
+    return c / 4, ys
+
+
+def with_tangents(s: Any, xs: Tensor) -> Any:
+    with forward_ad.dual_level():
+        weight = forward_ad.make_dual(s["w"], torch.ones(3))
+        c, ys = fcg.scan(lambda c, x: (c + 1, weight * x), s["w"], xs)
+        return c, forward_ad.unpack_dual(ys).tangent.clone()
+
+
 BODIES = (
     *(counted, gated_late, in_slots, collected, in_a_default, in_its_own_attribute, by_an_iterator),
     *(by_a_generator, by_dice, by_a_cache, learning, differentiated, exchanged, written, written_outside),
-    *(with_literals, nested, viewed, selected, accumulated, mapped),
+    *(with_literals, nested, viewed, selected, accumulated, mapped, by_a_known_value, by_a_bound_method),
+    *(on_a_tensor, behind_a_class, by_identity, with_tangents),
 )
 
 
@@ -496,23 +551,3 @@ def test_a_loop_in_a_step_is_the_loop_of_python(loop: Callable[[Any, Tensor], An
         expected, twins = step(expected, xs)
         expected = {"w": expected["w"].detach()}
         assert_trees_all_equal((fcg.snapshot(state), metrics), (expected, twins))
-
-
-def test_a_trace_runs_a_body_a_few_times() -> None:
-    runs = OutOfSight(0)
-
-    def noted(x: Tensor) -> Tensor:
-        runs.write(runs.read() + 1)
-        return x
-
-    inner = fcg.graph_step(lambda s, x: ({"w": s["w"] + noted(x)}, s["w"].sum()))
-    grads_of = fcg.microbatches(40)(fcg.value_and_grad(lambda w, x: (w * noted(x)).mean()))
-    loops: dict[str, Callable[..., Any]] = {
-        "scan": lambda s, xs: fcg.scan(lambda s, x: ({"w": s["w"] * noted(x)}, None), s, xs),
-        "a step": lambda s, xs: fcg.scan(inner, s, xs),
-        "micro-batches": lambda s, xs: (s, grads_of(s["w"], xs)),
-    }
-    for name, loop in loops.items():
-        runs.write(0)
-        fcg.graph_step(loop)({"w": torch.ones(3)}, torch.rand(40, 3))
-        assert runs.read() <= 10, name  # a trace runs the step twice

@@ -38,13 +38,7 @@ class Trace(Protocol):
         ...
 
     def repeated(
-        self,
-        name: Hashable,
-        act: Callable[[list[Tensor]], list[Tensor]],
-        given: Sequence[Any],
-        number: int,
-        *,
-        by_python: bool = False,
+        self, name: Hashable, act: Callable[[list[Tensor]], list[Tensor]], given: Sequence[Any], number: int
     ) -> list[Any]:
         """Compute a block that is computed several times, or only record its calls once more."""
         ...
@@ -109,12 +103,7 @@ def as_before(where: Any, region: tuple[str, int]) -> AbstractContextManager[Non
 
 
 def repeated(
-    name: Hashable,
-    act: Callable[[list[Tensor]], list[Tensor]],
-    given: Sequence[Any],
-    number: int,
-    *,
-    by_python: bool = False,
+    name: Hashable, act: Callable[[list[Tensor]], list[Tensor]], given: Sequence[Any], number: int
 ) -> list[Any]:
     """Compute a block that is computed several times: the same calls, on tensors of the same layouts.
 
@@ -125,12 +114,9 @@ def repeated(
       act: Computes it; what its calls are may depend on the layouts of what it is given alone.
       given: What it is given: tensors, or results of blocks.
       number: How often it was computed before.
-      by_python: Whether Python of the user computes it; then a trace records it until two times are alike.
     """
     trace = _running.get()
-    return (
-        act(list(given)) if trace is None else trace.repeated(name, act, given, number, by_python=by_python)
-    )
+    return act(list(given)) if trace is None else trace.repeated(name, act, given, number)
 
 
 def tensor_of(value: Any) -> Tensor:

@@ -4,8 +4,6 @@ A pipeline makes the calls of a stage for each micro-batch. No Python of the use
 are given has the same layout each time, so a trace would find the same calls: all that is new are the variables. A
 block whose calls could depend on more than that is recorded each time. One that sends, that prints, or that has
 literals is copied call by call: what asks for such calls finds each of them.
-
-The body of a loop is Python of the user. It is recorded until two times are alike, and copied from then on.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ..shards.transfers import is_between_ranks
-from .program import Constant, Instr, Program, Report, Var, frozen_call, map_vars
+from .program import Constant, Instr, Program, Report, Var, map_vars
 from .template import Template
 from .variables import Variables
 
@@ -33,48 +31,23 @@ class Blocks:
 
     Attributes:
       known: The blocks by name; None for those that cannot be copied.
-      tries: The last time of those that Python computes.
     """
 
     def __init__(self, program: Program, variables: Variables) -> None:
         self._program, self._variables = program, variables
         self.known: dict[Hashable, _Block | None] = {}
-        self.tries: dict[Hashable, _Block | None] = {}
-
-    def tried(
-        self, name: Hashable, act: Callable[[list[Tensor]], list[Tensor]], given: Sequence[Any]
-    ) -> list[Tensor]:
-        """Compute a block that Python of the user computes: it is known once two times in a row were alike."""
-        last = self.tries.get(name)
-        out = self.recorded(name, act, given, copied=True)
-        self.tries[name] = block = self.known.pop(name)
-        if last is not None and block is not None and block.is_like(last):
-            self.known[name] = block
-        return out
 
     def recorded(
-        self,
-        name: Hashable,
-        act: Callable[[list[Tensor]], list[Tensor]],
-        given: Sequence[Any],
-        *,
-        copied: bool = False,
+        self, name: Hashable, act: Callable[[list[Tensor]], list[Tensor]], given: Sequence[Any]
     ) -> list[Tensor]:
-        """Compute a block on what it is given, tensors or variables; keep what is recorded of it.
-
-        Args:
-          name: Name of the block.
-          act: Computes it.
-          given: What it is given.
-          copied: Whether all of its calls stand in the program each time.
-        """
+        """Compute a block on what it is given, tensors or variables; keep what is recorded of it."""
         variables, declared = self._variables, len(self._variables.declared)
         start = _Mark.of(self._program, variables)
         tensors = list(map(variables.tensor, given))
         out = act(tensors)
         end = _Mark.of(self._program, variables)
         described = list(map(variables.of, tensors)), list(map(variables.of, out))
-        block = _Block.between(start, end, self._program, *described, copied=copied)
+        block = _Block.between(start, end, self._program, *described)
         # What was met for the first time is no part of the block.
         self.known[name] = block if declared == len(variables.declared) else None
         return out
@@ -150,8 +123,6 @@ class _Block:
         program: Program,
         given: Sequence[Var | None],
         results: Sequence[Var | None],
-        *,
-        copied: bool,
     ) -> _Block | None:
         """Return the block of all that was recorded since a mark; None if it cannot be copied.
 
@@ -168,24 +139,7 @@ class _Block:
             return None
         literals, reports = program.constants[start.constants :], program.reports[start.reports :]
         block = cls(start, end, *known, calls, literals, reports, None)
-        return block if copied else replace(block, template=block._template())
-
-    def is_like(self, other: _Block) -> bool:
-        """Whether another block makes the same calls; one that prints, or that has literals, is like no other."""
-        return not (self.literals or self.reports) and self._without_names() == other._without_names()
-
-    def _without_names(self) -> Hashable:
-        given = {var: ("given", place) for place, var in reversed([*enumerate(self.given)])}
-        first, storage = self.start.variables, self.start.storages
-
-        def name(var: Var) -> Hashable:
-            if var in given or var.index < first:
-                return given.get(var, var)
-            own = var.storage >= storage
-            return var.index - first, var.spec, own, var.storage - storage if own else var.offset, var.fills
-
-        calls = tuple(frozen_call(one, name) for one in self.calls)
-        return calls, tuple(map(name, self.results))
+        return replace(block, template=block._template())
 
     def _template(self) -> tuple[Template, Sequence[Var], Sequence[Var]] | None:
         if len(self.calls) < 2 or self.literals or self.reports:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,6 @@ __all__ = [
     "SlotRange",
     "Twins",
     "Var",
-    "frozen_call",
     "highest",
     "highest_of",
     "live",
@@ -37,19 +36,6 @@ __all__ = [
     "vars_in",
     "written_storages",
 ]
-
-_PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
 
 
 @dataclass(eq=False, slots=True)
@@ -338,28 +324,6 @@ class Program:
         lines += [f"  {names.get(old, repr(old))} <- {new!r}" for old, new in self.updates]
         lines.append(f"  return {self.outputs!r}")
         return "\n".join(lines)
-
-
-def _frozen(value: Any, name: Callable[[Var], Any]) -> Hashable:
-    """Return what is equal for equal arguments; of two objects that are no plain values, only for one and the same.
-
-    Args:
-      value: An argument of a call.
-      name: ``name(var)`` stands for a variable.
-    """
-    if isinstance(value, Var):
-        return "var", name(value)
-    if isinstance(value, (list, tuple)):
-        return type(value).__name__, *(_frozen(item, name) for item in value)
-    if isinstance(value, _PLAIN):
-        return type(value).__name__, repr(value)  # 1, 1.0 and True are equal, so are 0.0 and -0.0
-    return "object", id(value)
-
-
-def frozen_call(instr: Instr, name: Callable[[Var], Any]) -> Hashable:
-    """Return what is equal for equal calls; ``name(var)`` stands for a variable."""
-    kwargs = tuple((key, _frozen(value, name)) for key, value in instr.kwargs.items())
-    return instr.op, _frozen(instr.args, name), kwargs, _frozen(instr.out, name), _frozen(instr.writes, name)
 
 
 def highest(program: Program) -> tuple[int, int]:

@@ -114,7 +114,7 @@ def estimate(instr: Instr) -> tuple[float, float]:
 def micros(
     moved: int, flops: int = 0, itemsize: int = 4, *, least: float = _KERNEL, linked: bool = False
 ) -> tuple[float, float]:
-    """Return the same for any work.
+    """Return the microseconds that some work takes alone, and those that it keeps the whole device busy.
 
     Args:
       moved: The bytes that it reads and writes.

@@ -232,7 +232,7 @@ def _row(full_name: str) -> OpRow:
 
 @cache
 def _rows() -> tuple[tuple[str, str, list[str]], ...]:
-    """Return (name or beginning of names, kind, words) of each name of the table."""
+    """Return (pattern of names, kind, words) of each row of the table."""
     lines = [re.split(r"\s{2,}", line) for line in _TABLE.splitlines() if line]
     return tuple(
         (name, kind, " ".join(words).split()) for names, kind, *words in lines for name in names.split()

@@ -7,7 +7,6 @@ unrolled. Names and argument order are those of ``jax.lax``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -16,15 +15,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import tree as pytree
-from ..ambient import rehearsal
-from ..ambient.held import changed, held_by
 from ..errors import LayoutError
 from ..messages.tracebacks import entry
 from ..state.arena import BufferSpec
 from ..tensors.aten import is_batched, is_in_place, one_unwrapped, tensors_in
 from ..tree import path_string, structure_diff
 
-__all__ = ["cond", "repeated", "scan"]
+__all__ = ["cond", "scan"]
 
 _ABOUT_TENSORS = frozenset("__get__ __set__ backward register_hook retain_grad requires_grad_".split())
 
@@ -167,9 +164,6 @@ def scan(
 ) -> tuple[Any, Any]:
     """Loop over the first dimension of ``xs`` with a carry; the loop is unrolled, one copy of the body per element.
 
-    A trace runs ``fn`` until two times are alike, and for the last element; in between it copies the calls. If ``fn``
-    changes objects of the step from one time to the next, such as a counter or a list, it runs for each element.
-
     Args:
       fn: ``fn(carry, x) -> (carry, y)``; the new carry has the structure, shapes and dtypes of the old one.
       init: The initial carry.
@@ -229,92 +223,14 @@ def loop(
 ) -> tuple[Any, Any]:
     """Run the loop of :func:`scan` over elements; ``names`` are function, carry and ``y`` for error messages."""
     function, carried, stacked = names
-    first: list[Any] = []
-
-    def once(carry: Any, element: Any) -> tuple[Any, Any]:
-        new, y = fn(carry, element)
-        first[:] = first or [y]
-        _refuse_unlike(function, carried, carry, f"the {carried} before", new)
-        _refuse_unlike(function, stacked, first[0], f"the first {stacked}", y)
-        return new, y
-
-    carry, ys = repeated(once, fn, carry, list(reversed(elements)) if reverse else elements)
-    return carry, pytree.map(lambda *column: torch.stack(column), *(reversed(ys) if reverse else ys))
-
-
-def repeated(
-    once: Callable[[Any, Any], tuple[Any, Any]], fn: Callable[..., Any], carry: Any, elements: Sequence[Any]
-) -> tuple[Any, list[Any]]:
-    """Run ``once(carry, element) -> (carry, y)`` over elements; return the last carry, and all ``y``.
-
-    Args:
-      once: Runs the body, and checks what it returns.
-      fn: What it runs of the user. A trace copies the calls of a body that changes nothing that this holds.
-      carry: The first carry.
-      elements: What the body gets, each of one structure.
-    """
-    body = _Body(once, fn, len(elements)) if rehearsal.traced() else once
     ys: list[Any] = []
-    for element in elements:
-        carry, y = body(carry, element)
+    for element in reversed(elements) if reverse else elements:
+        new, y = fn(carry, element)
+        _refuse_unlike(function, carried, carry, f"the {carried} before", new)
+        _refuse_unlike(function, stacked, ys[0] if ys else y, f"the first {stacked}", y)
+        carry = new
         ys.append(y)
-    return (body.tensors(carry), list(map(body.tensors, ys))) if isinstance(body, _Body) else (carry, ys)
-
-
-class _Body:
-    """The body of a loop in a trace: it runs until two times are alike, and its calls are copied from then on.
-
-    It runs the last time, too, after which a trace knows what became of an optimizer's state.
-
-    Args:
-      once: Runs the body.
-      fn: What it runs of the user; a body that changes what this holds runs each time.
-      length: How many times there are.
-    """
-
-    def __init__(
-        self, once: Callable[[Any, Any], tuple[Any, Any]], fn: Callable[..., Any], length: int
-    ) -> None:
-        self._once, self._fn, self._last = once, fn, length - 1
-        self._name, self._number = object(), 0
-        self._made: pytree.Treedef | None = None
-
-    def __call__(self, carry: Any, element: Any) -> tuple[Any, Any]:
-        given, structure = pytree.flatten((carry, element))
-        if not all(isinstance(one, (Tensor, _Result)) for one in given):
-            return self._once(carry, element)
-
-        def act(tensors: list[Tensor]) -> list[Tensor]:
-            with rehearsal.copying():
-                before = held_by(self._fn)
-            made, self._made = pytree.flatten(self._once(*pytree.unflatten(structure, tensors)))
-            with rehearsal.copying():
-                varies = changed(before, self._fn)
-            if varies or any(one.requires_grad for one in (*tensors, *made)):
-                self._name = object()  # the next time is not compared with this one
-            return made
-
-        if self._number == self._last:
-            self._name = object()
-        values = [one.value if isinstance(one, _Result) else one for one in given]
-        found = rehearsal.repeated(self._name, act, values, self._number, by_python=True)
-        self._number += 1
-        assert self._made is not None
-        out: tuple[Any, Any] = pytree.unflatten(self._made, list(map(_Result, found)))
-        return out
-
-    def tensors(self, tree: Any) -> Any:
-        """Return a tree with tensors for results."""
-        return pytree.map(
-            lambda one: rehearsal.tensor_of(one.value) if isinstance(one, _Result) else one, tree
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """A result of a body: a tensor, or what stands for it in the trace."""
-
-    value: Any
+    return carry, pytree.map(lambda *column: torch.stack(column), *(reversed(ys) if reverse else ys))
 
 
 def _length(leaves: list[Any], treedef: pytree.Treedef, length: int | None) -> int:

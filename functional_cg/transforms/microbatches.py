@@ -19,7 +19,6 @@ from ..random.arguments import used_keys
 from ..state.arena import BufferSpec
 from ..tensors.aten import adds_up
 from ..tree import path_string
-from .control import repeated
 
 __all__ = ["microbatches", "refuse_objects", "refuse_whole_numbers", "shared_key", "sliced"]
 
@@ -87,31 +86,25 @@ def microbatches(
         def wrapped(params: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
             slices, treedef = sliced(name, batch, k, args)
             key = kwargs.get("key")
+            total: Any = None
             handed: list[int] = []
             drawn: list[tuple[Tensor, Any]] = []
-
-            def once(before: tuple[Any, Any], element: tuple[Any, Any]) -> tuple[tuple[Any, Any], None]:
-                (total, carried), (part, own) = before, element
-                given = kwargs | ({} if key is None else {"key": own})
-                given |= {carry: carried} if carry in kwargs else {}
+            for i in range(k):
+                if key is not None:
+                    kwargs["key"] = fold_in(key, i)
+                part = pytree.unflatten(treedef, [leaf[i] for leaf in slices])
                 with used_keys() as used:
-                    out = cast("Callable[..., Any]", fn)(params, part, *args, **given)
+                    out = cast("Callable[..., Any]", fn)(params, part, *args, **kwargs)
                 _refuse_shared(name, drawn, used)
-                drawn[:] = used
+                drawn = used
                 if total is None:
                     refuse_objects(name, out)
                 if carry is not None:
-                    handed[:], carried = _handed_on(name, carry, given, out)
+                    handed, kwargs[carry] = _handed_on(name, carry, kwargs, out)
                 if total is None:
                     refuse_whole_numbers(name, out, handed, carry)
                 out = _by_position(partial(_in_dtype, dtype, handed), out)
-                new = out if total is None else _by_position(partial(_sum_or_last, handed), total, out)
-                return (new, carried), None
-
-            parts = (pytree.unflatten(treedef, [leaf[i] for leaf in slices]) for i in range(k))
-            elements = [(part, None if key is None else fold_in(key, i)) for i, part in enumerate(parts)]
-            first, _ = once((None, kwargs.get(carry or "")), elements[0])
-            (total, _), _ = repeated(once, partial(fn, params, *args, **kwargs), first, elements[1:])
+                total = out if total is None else _by_position(partial(_sum_or_last, handed), total, out)
             return _by_position(partial(_mean_or_last, k, handed), total)
 
         return cast("Callable[Concatenate[Params, P], Out]", wrapped)

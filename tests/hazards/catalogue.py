@@ -72,7 +72,6 @@ FILES = {
     "before": "tests/test_compiled_before.py",
     "half": "tests/test_half_precision.py",
     "division": "tests/test_division.py",
-    "control": "tests/test_control.py",
     "signs": "tests/test_signs.py",
     "cumulative": "tests/test_cumulative.py",
     "rounding": "tests/test_rounding.py",
@@ -1192,8 +1191,5 @@ HAZARDS = (
     _row(230, 2, "N237", "an ulp decides what a quotient of halves is rounded to; kernels round in different places",
          "impossible: by the formulas of the kernels, those of a CPU and those of a GPU",
          "division::test_in_half_precision", "division::test_compiled"),
-    _row(231, 1, "N238 N239", "a loop whose body is traced a few times counts, collects or is differentiated",
-         "impossible: a body that changes what it holds, or whose results need gradients, runs each time",
-         "control::test_a_loop_in_a_step_is_the_loop_of_python"),
 )
 # fmt: on

@@ -617,22 +617,4 @@ SILENT = (
         ("tests/test_division.py::test_in_half_precision[dtype0-cpu]",),
         gpu=("tests/test_division.py::test_in_half_precision[dtype0-cuda]",),
     ),
-    Mutant(
-        "N238",
-        "a trace copies the body of a loop that counts how often it ran",
-        (("if varies or any(one.requires_grad", "if any(one.requires_grad"),),
-        (
-            "tests/test_control.py::test_a_loop_in_a_step_is_the_loop_of_python[gated_late]",
-            "tests/test_control.py::test_a_loop_in_a_step_is_the_loop_of_python[collected]",
-            "tests/test_control.py::test_a_loop_in_a_step_is_the_loop_of_python[by_a_generator]",
-        ),
-        no_gpu=NO_GPU,
-    ),
-    Mutant(
-        "N239",
-        "no gradient reaches what a copied body was given",
-        (("if varies or any(one.requires_grad for one in (*tensors, *made)):", "if varies:"),),
-        ("tests/test_control.py::test_a_loop_in_a_step_is_the_loop_of_python[differentiated]",),
-        no_gpu=NO_GPU,
-    ),
 )

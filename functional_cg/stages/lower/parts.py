@@ -21,13 +21,13 @@ from ..fx_passes.cross_entropy import rewrite_losses
 from ..fx_passes.logits import has_large_logits
 from ..fx_passes.old_values import KEPT, LATER
 from ..passes.out_of_place import write_out_of_place
-from ..program import Instr, Program, Var, frozen_call, written_storages
+from ..program import Instr, Program, Var, written_storages
 from ..schedule import Schedule, schedule
 from ..trial.reference import Reference
 from .early_updates import Leaf, by_leaf, joined
 from .functions import Compiler, FunctionsPlan, Head, checked, head_of
 from .in_place import collects
-from .repeats import cuts
+from .repeats import cuts, frozen_call
 
 __all__ = ["Part", "Parts", "in_parts", "parts_of"]
 

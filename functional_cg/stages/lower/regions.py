@@ -16,11 +16,12 @@ import torch
 
 from ...shards.collectives import is_collective
 from ...shards.transfers import TRANSFERS
-from ..program import Instr, Program, Var, frozen_call, vars_in
+from ..program import Instr, Program, Var, vars_in
 from ..schedule import Schedule, schedule
 from ..template import Template
 from ..trial.reference import Reference
 from .functions import Compiler, FunctionsPlan, Head, checked, head_of
+from .repeats import frozen_call
 
 __all__ = ["in_regions"]
 

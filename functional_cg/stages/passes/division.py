@@ -36,7 +36,8 @@ def division_of(instr: Instr) -> Callable[..., Tensor] | None:
 
 def remainder(value: Any, other: Any) -> Tensor:
     """Return the remainder, which has the sign of the divisor."""
-    rest = torch.fmod(_dividend(value, other), other)
+    value, other = _operands(value, other)
+    rest = torch.fmod(value, other)
     return torch.where(_of_other_sign(rest, other), rest + other, rest)
 
 
@@ -45,15 +46,13 @@ def divide(value: Any, other: Any, *, rounding_mode: str = "floor") -> Tensor:
 
     Division by zero is that of IEEE 754.
     """
-    value = _dividend(value, other)
+    value, other = _operands(value, other)
     dtype, is_number = value.dtype, not isinstance(other, Tensor)
     if dtype in HALF and (value.is_cuda or is_number or other.numel() == 1):
         value, other = value.float(), other if is_number else other.float()
     each = _rounding(value.dtype)
     whole = _rounding(dtype) if value.is_cuda else each
-    by = (
-        partial(_by_number, number=other) if value.is_cuda and is_number else partial(_by_tensor, other=other)
-    )
+    by = partial(_by_number, number=other) if value.is_cuda and is_number else partial(_exactly, other=other)
     quotient = each(by(value))
     if rounding_mode == "trunc":
         return (quotient if is_number else whole(quotient)).trunc().to(dtype)
@@ -79,12 +78,14 @@ def divide_(value: Tensor, other: Any, *, rounding_mode: str = "floor") -> Tenso
     return value.copy_(divide(value, other, rounding_mode=rounding_mode))
 
 
-def _dividend(value: Any, other: Any) -> Tensor:
-    """Return the dividend as a tensor of the dtype of the quotient."""
+def _operands(value: Any, other: Any) -> tuple[Tensor, Any]:
+    """Return the dividend as a tensor of the dtype of the quotient, and the divisor as its kernel reads it."""
     dtype = torch.result_type(value, other)
     if not isinstance(value, Tensor):
         value = _rounding(dtype)(torch.full((), value, dtype=dtype, device=other.device))
-    return value.to(dtype)  # type: ignore[no-any-return]
+    if isinstance(other, Tensor) and other.is_cuda:  # a CPU's kernels read one without dimensions as it is
+        other = other.to(dtype)
+    return value.to(dtype), other
 
 
 def _rounding(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -92,7 +93,7 @@ def _rounding(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return (lambda result: ROUNDED(result, dtype)) if dtype in HALF else (lambda result: result)
 
 
-def _by_tensor(value: Tensor, other: Any) -> Tensor:
+def _exactly(value: Tensor, other: Any) -> Tensor:
     """Divide, to the last bit; in single precision, compiled kernels of a GPU do not."""
     if value.is_cuda and isinstance(other, Tensor):
         return (value.double() / other.double()).to(value.dtype)

@@ -112,15 +112,7 @@ class Recorder(TorchDispatchMode):
     def release(self) -> list[Reference]:
         """Drop all tensors of the trace; any that stay alive are held by user code."""
         references, met = self._known.release(), self.met
-        kept = (
-            self._blocks.known,
-            self._blocks.tries,
-            met.buffers,
-            met.applied,
-            met.fixed,
-            self.work.replaced,
-            self.rules.places,
-        )
+        kept = self._blocks.known, met.buffers, met.applied, met.fixed, self.work.replaced, self.rules.places
         for one in kept:
             one.clear()
         return references
@@ -170,13 +162,7 @@ class Recorder(TorchDispatchMode):
             self._as_before = None
 
     def repeated(
-        self,
-        name: Hashable,
-        act: Callable[[list[Tensor]], list[Tensor]],
-        given: Sequence[Any],
-        number: int,
-        *,
-        by_python: bool = False,
+        self, name: Hashable, act: Callable[[list[Tensor]], list[Tensor]], given: Sequence[Any], number: int
     ) -> list[Any]:
         """Record what a block computes, or add its calls once more; return tensors, or variables without any."""
         self._checkpoint()
@@ -184,8 +170,7 @@ class Recorder(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             found = self._aside(self._blocks.again, name, given, number)
         if found is None:
-            record = self._blocks.tried if by_python else self._blocks.recorded
-            return record(name, act, given)
+            return self._blocks.recorded(name, act, given)
         self._compare(start)
         return found  # type: ignore[no-any-return]
 
