@@ -500,19 +500,6 @@ def on_a_tensor(s: Any, xs: Tensor) -> Any:
     return fcg.scan(body, s["w"], xs)
 
 
-def behind_a_class(s: Any, xs: Tensor) -> Any:
-    calls = 0
-
-    class Scale:
-        def __call__(self, c: Tensor, x: Tensor) -> Tensor:
-            nonlocal calls
-            calls += 1
-            return c * 2 if calls == 6 else c + x
-
-    scale = Scale()
-    return fcg.scan(lambda c, x: (scale(c, x), c), s["w"], xs)
-
-
 def by_identity(s: Any, xs: Tensor) -> Any:
     turns = (s["w"], s["w"] + 1, s["w"] + 2)
     scales = {turns[0]: 1.0, turns[1]: 2.0, turns[2]: 3.0}
@@ -531,7 +518,7 @@ BODIES = (
     *(counted, gated_late, in_slots, collected, in_a_default, in_its_own_attribute, by_an_iterator),
     *(by_a_generator, by_dice, by_a_cache, learning, differentiated, exchanged, written, written_outside),
     *(with_literals, nested, viewed, selected, accumulated, mapped, by_a_known_value, by_a_bound_method),
-    *(on_a_tensor, behind_a_class, by_identity, with_tangents),
+    *(on_a_tensor, by_identity, with_tangents),
 )
 
 
