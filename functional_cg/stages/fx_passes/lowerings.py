@@ -12,6 +12,8 @@ import torch
 from torch import fx
 
 from ...tensors import op_table
+from ...tensors.aten import returns_view
+from ...tensors.op_table import row_of
 from . import old_values, updates
 from .old_values import AFTER, NOW, OWN, keep_old_values
 from .rounding import HALF, ROUNDED
@@ -20,6 +22,7 @@ from .updates import UPDATE, Kind, as_calls
 __all__ = ["compiler_pass", "register_lowerings"]
 
 _SUMS = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor})
+_CAST = torch.ops.prims.convert_element_type.default
 
 
 def compiler_pass(more: str = "") -> Any:
@@ -126,7 +129,7 @@ def _rounded(value: Any, dtype: torch.dtype) -> Any:
     if wide == dtype and isinstance(_memory(value), (ir.InputBuffer, ir.ConstantBuffer, ir.ExternKernel)):
         return value  # it was rounded when it was stored
     on_host = value.get_device().type == "cpu"
-    hides = not on_host and wide in (*HALF, torch.float32) and _may_multiply(V.graph.current_node)
+    hides = not on_host and wide in (*HALF, torch.float32) and _may_be_contracted(V.graph.current_node)
 
     def rounded(one: Any) -> Any:
         if hides:
@@ -145,10 +148,28 @@ def _rounded(value: Any, dtype: torch.dtype) -> Any:
     return make_pointwise(rounded, override_return_dtype=dtype)(value)
 
 
-def _may_multiply(call: fx.Node) -> bool:
-    """Whether the value that a call of ``fcg::rounded`` rounds may be a product: it is no argument, and no sum."""
-    source = call.args[0] if call.target is ROUNDED else None  # else it is a part of a formula
-    return not isinstance(source, fx.Node) or not (source.op == "placeholder" or source.target in _SUMS)
+def _may_be_contracted(call: fx.Node) -> bool:
+    """Whether the value that a call of ``fcg::rounded`` rounds may be a product, and what it returns may be summed."""
+    if call.target is not ROUNDED:
+        return True  # it is a part of a formula
+    source = call.args[0]
+    is_product = not isinstance(source, fx.Node) or not (source.op == "placeholder" or source.target in _SUMS)
+    return is_product and _may_be_summed(call)
+
+
+def _may_be_summed(value: fx.Node) -> bool:
+    """Whether a value may be a term of a sum: not if it is only stored or multiplied."""
+    same = [value]
+    for one in same:
+        for user in one.users:
+            op, row = user.target, row_of(user.target)
+            if user.op == "output" or op is torch.ops.aten.mul.Tensor or row.library or user in same:
+                continue
+            is_view = isinstance(op, torch._ops.OpOverload) and returns_view(op)
+            if not (is_view or row.moves or row.selects or op in (_CAST, OWN, NOW, AFTER)):
+                return True
+            same.append(user)
+    return False
 
 
 def _updated(formula: str, old: Sequence[Any], values: Sequence[Any], numbers: Sequence[float]) -> list[Any]:
