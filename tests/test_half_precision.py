@@ -86,8 +86,20 @@ def filled(state: Any, x: Tensor) -> Any:
     return {**state, "a": x * tenth}, {}
 
 
+def chosen(state: Any, x: Tensor) -> Any:
+    """Formulas that end in a choice between what they have computed; an overflow is one of the values."""
+    functional, half = torch.nn.functional, x.bfloat16()
+    rest, over = half % 0.7, functional.prelu((x * 300).half(), torch.tensor([300.0], device=x.device).half())
+    shrunk, by = functional.softshrink(half, 0.3), torch.tensor(1.001)
+    lost = sum((one.float() - one.float().to(one.dtype).float()).abs() for one in (rest, shrunk, half % by))
+    return {**state, "a": lost + shrunk}, {
+        "over": over.float(),
+        "rest": [rest, half % by, half.fmod(by), half % half],
+    }
+
+
 @pytest.mark.parametrize(
-    "step", [fed_back, promoted, compensated, split, activated, summed, scaled, multiplied, filled]
+    "step", [fed_back, promoted, compensated, split, activated, summed, scaled, multiplied, filled, chosen]
 )
 @compiled
 def test_what_a_rounding_loses_is_there(compiled_on: str, step: Step) -> None:

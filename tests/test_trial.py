@@ -37,7 +37,7 @@ from functional_cg.state.arena import BufferSpec
 from functional_cg.testing import assert_trees_all_equal
 from functional_cg.testing import strategies as fst
 from tests.as_graphs import AsGraphs
-from tests.compiled_graphs import ON_A_GPU, compiled_once, lower_as_on_a_gpu
+from tests.compiled_graphs import ON_A_GPU, compiled, compiled_once, lower_as_on_a_gpu
 from tests.other_rounding import STEPS, compile_wide
 from tests.shares import few
 
@@ -502,6 +502,47 @@ def test_a_result_of_another_dtype_is_refused_before_anything_counts() -> None:
         with pytest.raises(fcg.MiscompileError, match=r"metrics\['m'\]  expected f32\[3\].*got float64\[3\]"):
             step(state, torch.ones(3))
         assert fcg.snapshot(state)["w"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_result_that_a_compiler_returns_as_a_vector_has_the_shape_of_the_trace() -> None:
+    def flattened(graph: fx.GraphModule, inputs: Any) -> Any:
+        return lambda *given: [one.flatten() for one in graph(*given)]
+
+    def train_step(state: Any, x: Tensor) -> Any:
+        return {"w": state["w"] + 1}, {"turned": (x * 2).t()}
+
+    state = fcg.place({"w": torch.ones(2)})
+    step = fcg.graph_step(
+        lambda s, x: ({"w": s["w"] + 1}, {"row": x.sum(0, keepdim=True)}), lowering=flattened
+    )
+    for call in range(4):
+        x = torch.randn(3, 2, generator=torch.Generator().manual_seed(call))
+        state, metrics = step(state, x)
+        assert_trees_all_equal(metrics, {"row": x.sum(0, keepdim=True)})
+    turned = fcg.graph_step(train_step, lowering=flattened)
+    with pytest.raises(
+        fcg.MiscompileError, match=r"metrics\['turned'\]  expected f32\[2,3\].*got float32\[6\]"
+    ):
+        turned(state, x)
+
+
+@compiled
+def test_a_sum_over_rows_beside_one_over_columns_keeps_its_dimensions(compiled_on: str) -> None:
+    """As in the gradient of a norm: on a GPU, one kernel computes both, and returns a vector for the columns."""
+
+    def train_step(state: Any, x: Tensor) -> Any:
+        y = x * state["w"]
+        return {"w": state["w"] + 1}, {
+            "rows": y.sum(-1, keepdim=True),
+            "columns": (y * x).sum((0, 1), keepdim=True),
+        }
+
+    eager = {"w": torch.ones(256, device=compiled_on)}
+    state, step = fcg.place(eager), fcg.graph_step(train_step, lowering="inductor")
+    for call in range(3):
+        x = torch.randn(8, 1024, 256, generator=torch.Generator().manual_seed(call)).to(compiled_on)
+        (state, metrics), (eager, expected) = step(state, x), train_step(eager, x)
+        fcg.testing.assert_trees_all_close(metrics, expected, rtol=1e-4, atol=1e-4)
 
 
 @few

@@ -66,7 +66,7 @@ def keep_roundings(graph: fx.Graph) -> bool:
             continue
         if node.target is _CAST:
             node.target = ROUNDED  # of two casts in a row, the compiler drops the first
-        elif not node.meta.get("result") or node.target in _EXACT or _is_stored(node):
+        elif not node.meta.get("result") or _is_exact(node) or _is_stored(node):
             continue
         else:
             with graph.inserting_after(node):
@@ -113,6 +113,12 @@ def _round_operands(graph: fx.Graph, node: fx.Node) -> bool:
 def _is_half(node: fx.Node) -> bool:
     value: Any = node.meta.get("val")
     return isinstance(value, Tensor) and value.dtype in HALF
+
+
+def _is_exact(node: fx.Node) -> bool:
+    """Whether a call returns numbers that were rounded before: not what a formula has computed in between."""
+    halves = [one for one in node.all_input_nodes if _is_half(one)]
+    return node.target in _EXACT and all(one.op == "placeholder" or one.meta.get("result") for one in halves)
 
 
 def _is_stored(node: fx.Node) -> bool:

@@ -81,10 +81,10 @@ class Results:
         self._turned: list[int] | None = None
 
     def as_traced(self, results: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the results of a run in the strides of the trace.
+        """Return the results of a run in the shapes and strides of the trace.
 
         Dtypes, shapes and strides are the same in each run. They are asked for in the first one, before any result
-        becomes a leaf or a metric.
+        becomes a leaf or a metric. Some reductions of torch's compiler return their memory as a vector (2.11).
 
         Raises:
           MiscompileError: If dtypes or shapes differ.
@@ -94,13 +94,13 @@ class Results:
             self._turned = [
                 place
                 for place, (var, one) in enumerate(zip(self._expected, results, strict=False))
-                if _is_dense(var) and laid_out(one, var.spec.stride) is not one
+                if _is_dense(var) and _as_traced(one, var) is not one
             ]
         if not self._turned:
             return results
         laid = list(results)
         for place in self._turned:
-            laid[place] = laid_out(laid[place], self._expected[place].spec.stride)
+            laid[place] = _as_traced(laid[place], self._expected[place])
         return laid
 
     def _refuse_others(self, results: Sequence[Tensor]) -> None:
@@ -109,7 +109,7 @@ class Results:
             f"{known.get(var, f'value {var!r}')}  expected {var.spec}   "
             f"got {str(one.dtype).removeprefix('torch.')}{list(one.shape)}"
             for var, one in zip(self._expected, results, strict=False)
-            if (one.dtype, one.shape) != (var.spec.dtype, var.spec.shape)
+            if one.dtype != var.spec.dtype or not (one.shape == var.spec.shape or _is_flat(one, var))
         ]
         if rows:
             raise miscompiled(
@@ -118,6 +118,17 @@ class Results:
                 rows,
                 "The trace tells dtype and shape of each result, for all calls.",
             )
+
+
+def _as_traced(result: Tensor, var: Var) -> Tensor:
+    """Return a result in the shape and strides of its variable."""
+    return result.view(var.spec.shape) if _is_flat(result, var) else laid_out(result, var.spec.stride)
+
+
+def _is_flat(result: Tensor, var: Var) -> bool:
+    """Whether a result is a vector of the elements of its variable, in their order."""
+    flat = result.dim() == 1 != len(var.spec.shape) and result.numel() == var.spec.numel
+    return flat and result.is_contiguous() and result.view(var.spec.shape).stride() == var.spec.stride
 
 
 def _is_dense(var: Var) -> bool:

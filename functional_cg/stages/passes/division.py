@@ -37,6 +37,8 @@ def division_of(instr: Instr) -> Callable[..., Tensor] | None:
 def remainder(value: Any, other: Any) -> Tensor:
     """Return the remainder, which has the sign of the divisor."""
     value, other = _operands(value, other)
+    if isinstance(other, Tensor):
+        other = other.to(value.dtype)
     rest = torch.fmod(value, other)
     return torch.where(_of_other_sign(rest, other), rest + other, rest)
 
@@ -83,7 +85,9 @@ def _operands(value: Any, other: Any) -> tuple[Tensor, Any]:
     dtype = torch.result_type(value, other)
     if not isinstance(value, Tensor):
         value = _rounding(dtype)(torch.full((), value, dtype=dtype, device=other.device))
-    if isinstance(other, Tensor) and other.is_cuda:  # a CPU's kernels read one without dimensions as it is
+    if (
+        isinstance(other, Tensor) and other.is_cuda
+    ):  # kernels of a CPU divide by one without dimensions as it is
         other = other.to(dtype)
     return value.to(dtype), other
 
