@@ -218,6 +218,7 @@ def _refuse_uneven(name: str, treedef: pytree.Treedef, flat: Sequence[Any], k: i
             name,
             f"the batch cannot be cut into {k} equal micro-batches.",
             rows=rows,
+            why="The batch is the second argument, cut along dimension 0.",
             fix=_divisor(flat, k)
             + "pad or drop the rest, or pass what has no batch dimension as a further argument.",
         )
@@ -243,7 +244,7 @@ def _refuse_second_batch(name: str, sizes: Collection[int], others: Sequence[Any
 
 def _divisor(flat: Sequence[Any], k: int) -> str:
     sizes = {leaf.shape[0] for leaf in flat if isinstance(leaf, Tensor) and leaf.dim()}
-    fits = next((n for n in range(k, 1, -1) if sizes and not any(size % n for size in sizes)), 0)
+    fits = next((n for n in range(k - 1, 1, -1) if sizes and not any(size % n for size in sizes)), 0)
     return f"`microbatches({fits})`; or " if fits else ""
 
 
