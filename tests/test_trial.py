@@ -526,6 +526,26 @@ def test_a_result_that_a_compiler_returns_as_a_vector_has_the_shape_of_the_trace
         turned(state, x)
 
 
+@pytest.mark.parametrize("wrong_at", [1, 2])
+def test_a_step_that_was_found_wrong_stays_refused(wrong_at: int) -> None:
+    """At calls that are not compared, too, and at a first call on other values."""
+    calls = [0]
+
+    def compiler(graph: fx.GraphModule, inputs: Any) -> Any:
+        return lambda *given: [one + (calls[0] == wrong_at) for one in graph(*given)]
+
+    state = fcg.place({"w": torch.ones(3)})
+    step = fcg.graph_step(lambda s, x: ({"w": s["w"] + x}, {}), lowering=compiler)
+    for call in range(1, 7):
+        calls[0] = call
+        if call < wrong_at:
+            state, _ = step(state, torch.ones(3))
+            continue
+        with pytest.raises(fcg.MiscompileError, match=r"state\['w'\]  differs in 3 of 3 elements"):
+            step(state, torch.ones(3))
+    assert fcg.snapshot(state)["w"].tolist() == [float(wrong_at)] * 3
+
+
 @compiled
 def test_a_sum_over_rows_beside_one_over_columns_keeps_its_dimensions(compiled_on: str) -> None:
     """As in the gradient of a norm: on a GPU, one kernel computes both, and returns a vector for the columns."""

@@ -617,4 +617,30 @@ SILENT = (
         ("tests/test_division.py::test_in_half_precision[dtype0-cpu]",),
         gpu=("tests/test_division.py::test_in_half_precision[dtype0-cuda]",),
     ),
+    Mutant(
+        "N238",
+        "a choice between what a formula has computed returns what was not rounded",
+        (
+            (
+                'elif not node.meta.get("result") or _is_exact(node) or',
+                'elif not node.meta.get("result") or node.target in _EXACT or',
+            ),
+        ),
+        ("tests/test_half_precision.py::test_what_a_rounding_loses_is_there[cpu-chosen]",),
+        gpu=("tests/test_half_precision.py::test_what_a_rounding_loses_is_there[cuda-chosen]",),
+    ),
+    Mutant(
+        "N239",
+        "a remainder's divisor without dimensions is read as it is",
+        (("        other = other.to(value.dtype)\n", "        pass\n"),),
+        ("tests/test_half_precision.py::test_what_a_rounding_loses_is_there[cpu-chosen]",),
+        no_gpu="kernels of a GPU, and their formulas, read it in half precision in any case",
+    ),
+    Mutant(
+        "N240",
+        "a step that was found wrong goes on where it is not compared",
+        (("continue_placeholder", "x"),),
+        (f"{TRIAL}test_a_step_that_was_found_wrong_stays_refused[2]",),
+        no_gpu=NO_GPU,
+    ),
 )
