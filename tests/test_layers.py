@@ -37,7 +37,6 @@ LAYERS = {
     "program": (
         "stages.program",
         "stages.template",
-        "stages.together",
         "stages.keys",
         "stages.kinds",
         "stages.variables",

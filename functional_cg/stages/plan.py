@@ -31,7 +31,6 @@ from .passes.rewrite import clears, range_tensor
 from .program import Instr, Program, Var, vars_in
 from .schedule import Schedule, schedule
 from .template import Template
-from .together import Together
 
 __all__ = [
     "AtenPlan",
@@ -227,9 +226,6 @@ class AtenPlan(Plan):
         self._names_of_ops: dict[Any, str] = {}
         self._functions: dict[Template, str] = {}
         self._hoisted, head = self._split_hoisted()
-        tail = [*(var for instr in plan.fused for var in instr.inputs()), *(var for _, var in plan.commits)]
-        views = [var for instr in self._hoisted for var in instr.outputs()]
-        self._together = Together(head, {*tail, *plan.outputs, *views}, self._fixed)
         first, units = self._calls(head, self._fixed, dict(self._constants()))
         units += self._tail()
         self.ticks = [unit.call or unit.name for unit in units]
@@ -341,13 +337,15 @@ class AtenPlan(Plan):
         for unit in (first, *units):
             if unit.call is not None and isinstance(unit.call.op, Template):
                 # A list holds what it is given: the names are dropped before it runs.
-                given = self._together.given(unit.call)
-                found.append(Unit("given", [given], unit.reads, frozenset({GIVEN}), site=unit.site))
+                given = ", ".join(map(repr, unit.call.args[0]))
+                found.append(
+                    Unit("given", [f"given = [{given}]"], unit.reads, frozenset({GIVEN}), site=unit.site)
+                )
                 unit.reads = frozenset({GIVEN})
             for instr in unit.calls:
                 unit.lines += self._lines(instr, fixed)
                 defined = (var for var in instr.outputs() if var not in fixed)
-                unit.defined += [(var.storage, self._together.name(var)) for var in defined]
+                unit.defined += [(var.storage, repr(var)) for var in defined]
             found.append(unit)
         return first, found[1:]
 
@@ -390,10 +388,7 @@ class AtenPlan(Plan):
 
     def _write(self, template: Template) -> Timeline:
         """Append the function of a template to the source; return what runs there."""
-        given, results = (
-            ", ".join(map(repr, some))
-            for some in (self._together.takes(template), self._together.returns(template))
-        )
+        given, results = (", ".join(map(repr, some)) for some in (template.given, template.results))
         entrance = Unit("given", [f"[{given}] = given", "given.clear()"])
         entrance.made = {var.storage: 0 for var in template.given}
         entrance.writes = frozenset(entrance.made)
@@ -410,7 +405,7 @@ class AtenPlan(Plan):
         """Return the source of a call."""
         if isinstance(instr.op, Template):
             name = self._functions.setdefault(instr.op, f"template_{len(self._functions)}")
-            return self._together.made(instr, f"{name}(given)")
+            return [f"{_target(instr.out, fixed)}{name}(given)"]
         call = f"{_target(instr.out, fixed)}{self._call(instr, instr.op)}"
         return [call, *(f"{var!r} = laid_out({var!r}, {var.spec.stride})" for var in unsure(instr))]
 

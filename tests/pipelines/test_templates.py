@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_cg as fcg
 from functional_cg import optim, sharding
@@ -22,7 +21,6 @@ from functional_cg.stages.blocks import Blocks
 from functional_cg.stages.plan import AtenPlan, Buffers, lower_aten
 from functional_cg.stages.program import Instr, Program, Var
 from functional_cg.stages.run.allocations import events
-from functional_cg.stages.run.warm_up import once
 from functional_cg.stages.schedule import Schedule, schedule
 from functional_cg.stages.template import Template, unrolled
 from functional_cg.stages.trace.footprint import inspection_of
@@ -84,49 +82,6 @@ def test_a_bound_plan_is_freed_by_reference_counts_alone() -> None:
 
 def zeros(variables: Sequence[Var]) -> list[Tensor]:
     return [torch.zeros(var.spec.shape, dtype=var.spec.dtype) for var in variables]
-
-
-class Products(TorchDispatchMode):
-    """Counts products of matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten.mm.default
-        return func(*args, **kwargs or {})
-
-
-def test_a_warm_up_computes_as_much_whatever_the_number_of_micro_batches() -> None:
-    counts = {}
-    for microbatches in (3, 6):
-        found = lowered(Run("1f1b", ("tied",), cuts=(2,), microbatches=microbatches))
-        program = found.program
-        constants = [constant.value for constant in program.constants]
-        run = found.plan.bind(Buffers(zeros(program.slots), zeros(program.inputs), constants))
-        for name, one in (("whole", run), ("warm-up", once(run))):
-            with torch.no_grad(), Products() as products:
-                one(())
-            counts[name, microbatches] = products.count
-    assert counts["whole", 6] == 2 * counts["whole", 3]
-    assert counts["warm-up", 6] == counts["warm-up", 3] == 2 * counts["whole", 3] // 3
-
-
-def test_a_warm_up_computes_again_what_was_written_since() -> None:
-    def counted(given: list[Tensor]) -> list[Tensor]:
-        calls.append(len(given))
-        return [given[0] + 1]
-
-    def run(before: Any, *, template_0: Any = counted) -> Sequence[Tensor]:
-        made = [template_0([torch.ones(1)])[0] for _ in range(3)]
-        made[-1].add_(1)
-        return [*made, template_0([torch.ones(1)])[0]]
-
-    calls: list[int] = []
-    found = once(run)(())
-    assert calls == [1, 1]
-    assert [float(one) for one in found] == [3.0, 3.0, 3.0, 2.0]
 
 
 @each_variant
