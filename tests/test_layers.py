@@ -36,7 +36,7 @@ LAYERS = {
     ),
     "program": (
         "stages.program",
-        "stages.template",
+        "stages.sub_programs",
         "stages.keys",
         "stages.kinds",
         "stages.variables",

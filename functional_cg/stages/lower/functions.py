@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,20 +20,25 @@ from ...state.outline import count
 from ...tensors.overlap import storage_key
 from ..layouts import laid_out
 from ..passes.bounds import check_values
+from ..passes.equal_calls import frozen, frozen_call
 from ..plan import AtenPlan, Buffers
-from ..program import Instr, Program, Var
+from ..program import Instr, Program, Var, highest
 from ..schedule import Schedule
-from ..template import Template
+from ..sub_programs import SubProgram
 from ..trial.judge import miscompiled
-from ..trial.reference import Reference
 from ..trial.trial import See
 from .arguments import by_itself, like, tensors_of
 from .graph import Entrance, build_graph
 from .inductor import compile_graph
 
-__all__ = ["Compiler", "FunctionsPlan", "Head", "Results", "by_inductor", "checked", "head_of"]
+__all__ = [
+    "Compiler", "FunctionsPlan", "Head", "Part", "Results", "around", "by_inductor", "checked", "compiled_once",
+    "grouped", "head_of",
+]  # fmt: skip
 
 Compiler = Callable[..., Any]
+_AS_STRIDED = torch.ops.aten.as_strided.default
+_ALIGNMENT = 16  # bytes; a compiled function copies an argument that is aligned to fewer
 
 
 def by_inductor(
@@ -145,6 +152,7 @@ class Head:
       program: As for :class:`Results`.
 
     Attributes:
+      expected: What it has to return.
       compiled: What the compiler returned; None before.
       after: If there: called with the arguments and the results of each call.
     """
@@ -167,7 +175,7 @@ class Head:
     ) -> None:
         self.part, self.graph, self.takes, self._compiler = part, graph, takes, compiler
         self._results, self._metrics, self._known = results, metrics, known
-        self._expected = Results(part.function, results, program)
+        self.expected = Results(part.function, results, program)
         self.compiled: Callable[..., Any] | None = None
         self.after: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None
 
@@ -188,7 +196,7 @@ class Head:
         with ordinary():
             without_gradients()
             results = self.compiled(*arguments)[: len(self._results)]
-        results = self._expected.as_traced(results)
+        results = self.expected.as_traced(results)
         taken = set() if self._known else {storage_key(one) for one in arguments}
         apart = []
         for position, result in enumerate(results):
@@ -213,6 +221,7 @@ def head_of(
     writes: Sequence[tuple[Var, Var]] = (),
     metrics: int = 0,
     in_order: bool = True,
+    small: bool = False,
     suit: Callable[[fx.Graph], object] | None = None,
 ) -> Head:
     """Return a function that is still to be compiled.
@@ -228,6 +237,7 @@ def head_of(
       writes: Likewise.
       metrics: How many of its first results leave the step.
       in_order: Whether calls between ranks keep their order.
+      small: Whether its run time is bound by launches.
       suit: Rewrites the graph in place.
     """
     given = entrance or Entrance([], {}, [])
@@ -239,12 +249,144 @@ def head_of(
     return Head(
         part,
         graph,
-        compiler or partial(by_inductor, step, on_host=on_host, small=False, in_order=in_order),
+        compiler or partial(by_inductor, step, on_host=on_host, small=small, in_order=in_order),
         takes=given.takes(part),
         results=[*plan.outputs, *handed_on],
         metrics=metrics,
         known=compiler is None,
         program=None if entrance is None else part,
+    )
+
+
+@dataclass(eq=False)
+class Part:
+    """Calls that one compiled function runs.
+
+    Attributes:
+      calls: The calls.
+      inputs: What it reads and writes of others, in order of first use.
+      outputs: What others read of it, first what leaves the step.
+      commits: Pairs (slot, new value) that it writes at its end.
+      metrics: How many of its outputs leave the step.
+      before: Views among its inputs, to be taken before it runs.
+      after: Views of its outputs, to be taken after it.
+      name: Name of the function; empty if its number will do.
+    """
+
+    calls: list[Instr]
+    inputs: list[Var] = field(default_factory=list)
+    outputs: list[Var] = field(default_factory=list)
+    commits: list[tuple[Var, Var]] = field(default_factory=list)
+    metrics: int = 0
+    before: list[Instr] = field(default_factory=list)
+    after: list[Instr] = field(default_factory=list)
+    name: str = ""
+
+    def signature(self, slots: Collection[Var] = ()) -> Hashable:
+        """Return what is equal only for parts whose calls are equal up to the names of variables.
+
+        Args:
+          slots: The slots of the program.
+        """
+        numbers: dict[Var, int] = {}
+        memory: dict[int, int] = {}
+        for var in (*self.inputs, *(made for instr in self.calls for made in instr.outputs())):
+            numbers.setdefault(var, len(numbers))
+            memory.setdefault(var.storage, len(memory))
+        start: dict[int, int] = {}
+        for var in numbers:
+            start.setdefault(var.storage, var.offset)
+        strided = any(
+            instr.op is _AS_STRIDED for instr in self.calls
+        )  # its offset counts from the first element
+        layouts = tuple(
+            (
+                var.spec,
+                memory[var.storage],
+                var.offset - (0 if strided else start[var.storage]),
+                var.offset * var.spec.dtype.itemsize % _ALIGNMENT,
+                var.fills,
+                var in slots,
+            )
+            for var in numbers
+        )
+        calls = tuple(frozen_call(instr, numbers.__getitem__) for instr in self.calls)
+        made = frozen([(instr.out, instr.writes) for instr in self.calls], numbers.__getitem__)
+        handed_on = tuple(numbers[var] for var in self.outputs)
+        commits = tuple((numbers[old], numbers[new]) for old, new in self.commits)
+        return len(self.inputs), self.metrics, layouts, calls, made, handed_on, commits
+
+
+def grouped(parts: Iterable[Part], slots: Collection[Var] = ()) -> list[list[Part]]:
+    """Return the parts, those that can share a compiled function together."""
+    alike: dict[Hashable, list[Part]] = {}
+    for part in parts:
+        alike.setdefault(part.signature(slots), []).append(part)
+    return [*alike.values()]
+
+
+def compiled_once(
+    alike: Iterable[Sequence[Part]],
+    compiler: Compiler | None,
+    device: torch.device,
+    step: str,
+    **options: Any,
+) -> tuple[list[Head], dict[Part, list[Instr]]]:
+    """Return a function for each group of equal parts, and for each part what calls it.
+
+    Args:
+      alike: The groups.
+      compiler: As for :func:`head_of`, like all that follows.
+      device: Likewise.
+      step: Likewise.
+      options: Likewise.
+    """
+    heads: list[Head] = []
+    calls: dict[Part, list[Instr]] = {}
+    for first, *others in alike:
+        name = first.name or f"part_{len(heads) + 1}"
+        part = Program(name, [], [], first.inputs, instrs=first.calls, outputs=[*first.outputs])
+        computed = Schedule(checked(part, first.calls, compiler, device), outputs=first.outputs)
+        given: Any = {"writes": first.commits, "metrics": first.metrics, **options}
+        heads.append(head_of(part, computed, compiler, device, step, **given))
+        for one in (first, *others):
+            call = Instr(heads[-1], tuple(one.inputs), {}, one.outputs, (), None)
+            calls[one] = [*one.before, call, *one.after]
+    return heads, calls
+
+
+def around(
+    head: Head, program: Program, plan: Schedule, handed_on: Sequence[Var], after: Sequence[Instr]
+) -> Schedule:
+    """Return the schedule that calls a compiled head, then others, and commits the values that it hands on.
+
+    Args:
+      head: The head.
+      program: The program.
+      plan: Its schedule.
+      handed_on: The values that the head returns after the metrics.
+      after: The calls in front of the commit.
+    """
+    index, storage = highest(program)
+    number = itertools.count(1)
+
+    def fresh(var: Var) -> Var:
+        n = next(number)
+        return replace(var, index=index + n, storage=storage + n, offset=0, fills=True)
+
+    metrics = [fresh(var) for var in plan.outputs]
+    names = {var: fresh(var) for var in handed_on}
+
+    def new(var: Var) -> Var:
+        return names.get(var, var)
+
+    fused = [instr.reading(new) for instr in plan.fused]
+    call = Instr(head, tuple(head.takes), {}, [*metrics, *names.values()], (), None)
+    return Schedule(
+        [call, *(instr.reading(new) for instr in after)],
+        fused,
+        [(old, names[value]) for old, value in plan.commits],
+        outputs=metrics,
     )
 
 
@@ -263,11 +405,11 @@ class FunctionsPlan(AtenPlan):
       plan: Its schedule.
       runs: The same, with calls of compiled functions in place of those that they compute.
       device: Where it runs.
-      reference: The program as traced, which finds the user's line for an exception from a compiled function.
       heads: The functions.
       copies: As for :class:`Plan`, like ``shared``.
       shared: Likewise.
       one_by_one: Whether each function is compared with its calls by itself.
+      options: As for :class:`AtenPlan`.
     Attributes:
       times: How often a run calls each of the functions.
     """
@@ -280,17 +422,17 @@ class FunctionsPlan(AtenPlan):
         plan: Schedule,
         runs: Schedule,
         device: torch.device,
-        reference: Reference,
         heads: Sequence[Head],
         *,
         copies: bool = True,
         shared: Sequence[str] = (),
         one_by_one: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(program, runs, raised_at=reference.raises_at)
+        super().__init__(program, runs, **options)
         self._device, self._heads, self.functions = device, heads, len(heads)
         self.schedule, self.copies, self.shared, self.one_by_one = plan, copies, shared, one_by_one
-        runs_of = (instr.op.calls if isinstance(instr.op, Template) else [instr] for instr in runs.head)
+        runs_of = (instr.op.calls if isinstance(instr.op, SubProgram) else [instr] for instr in runs.head)
         calls = Counter(instr.op for every in runs_of for instr in every if isinstance(instr.op, Head))
         self.times = [calls[head] for head in heads]
 
@@ -299,15 +441,15 @@ class FunctionsPlan(AtenPlan):
         texts = [f"{head}, which runs {count(times, 'time')}:\n{head.graph.code}" for head, times in pairs]
         return "\n".join([*texts, super().as_text()])
 
-    def _names(self, buffers: Buffers) -> dict[str, Any]:
-        program = self.program
-        known = tensors_of(program, buffers, self._device)
+    def _tensors(self, buffers: Buffers) -> dict[Var, Tensor]:
+        known = tensors_of(self.program, buffers, self._device)
+        self._compile(known)
+        return {var: by_itself(tensor) for var, tensor in known.items()}
+
+    def _compile(self, known: Mapping[Var, Tensor]) -> None:
+        """Compile the functions, given the tensors that are there before a run."""
         for head in self._heads:
             head.compile(known)
-        if not program.ranges:  # else their leaves have to lie in one slab
-            known = {var: by_itself(tensor) for var, tensor in known.items()}
-        variables = program.slots, program.inputs, [constant.var for constant in program.constants]
-        return super()._names(Buffers(*([known[var] for var in some] for some in variables)))
 
     @contextlib.contextmanager
     def watched(self, see: See) -> Iterator[None]:
