@@ -44,8 +44,8 @@ PARTS = (
         "small leaves are updated by the gradients of others",
         (
             (
-                "tuple(head.takes), {}, [*metrics, *names.values()]",
-                "tuple(head.takes), {}, [*metrics, *[*names.values()][::-1]]",
+                "tuple(head.takes), {}, [*outputs, *names.values()]",
+                "tuple(head.takes), {}, [*outputs, *[*names.values()][::-1]]",
             ),
         ),
         ("tests/test_light_updates.py::test_exact_steps_are_exact[cpu as a GPU-train_step]",),

@@ -28,9 +28,8 @@ from ..program import Program
 from ..schedule import schedule
 from ..sub_programs import SubProgram, calls_of
 from ..trial.reference import Reference
-from .functions import Compiler, FunctionsPlan, around, checked, head_of
-from .graph import Entrance
-from .in_place import SMALL, InPlacePlan, collects, largest
+from .functions import Compiler, FunctionsPlan, checked, collects, whole
+from .in_place import SMALL, InPlacePlan, largest
 from .inductor import start_workers
 from .known_masks import use_known_masks
 from .parts import by_sub_programs, in_parts
@@ -181,19 +180,5 @@ def _as_head(
     # A compiler drops calls without results, so checks run outside of it, before the commit.
     checks = [instr for instr in plan.head if instr.checks]
     plan = replace(plan, head=[instr for instr in plan.head if not instr.checks])
-    born = {var for instr in plan.head for var in instr.outputs()}
-    read = (var for instr in (*checks, *plan.fused) for var in instr.inputs() if var in born)
-    handed_on = list(dict.fromkeys([*read, *(new for _, new in plan.commits)]))
-    entrance = Entrance.of(program, plan, handed_on=handed_on)
-    head = head_of(
-        program, plan, compiler, device, program.function,
-        entrance=entrance, handed_on=handed_on, metrics=len(plan.outputs), in_order=collects(program),
-    )  # fmt: skip
-    return FunctionsPlan(
-        program,
-        scheduled,
-        around(head, program, plan, handed_on, checks),
-        device,
-        [head],
-        raised_at=reference.raises_at,
-    )
+    head, runs = whole(program, plan, checks, compiler, device, in_place=False)
+    return FunctionsPlan(program, scheduled, runs, device, [head], raised_at=reference.raises_at)

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from ...ambient.modes import ordinary, without_gradients
 from ...errors import CaptureError
 from ...errors.words import words_of
+from ...shards.transfers import is_between_ranks
 from ...state.outline import count
 from ...tensors.overlap import storage_key
 from ..layouts import laid_out
@@ -32,8 +33,8 @@ from .graph import Entrance, build_graph
 from .inductor import compile_graph
 
 __all__ = [
-    "Compiler", "FunctionsPlan", "Head", "Part", "Results", "around", "by_inductor", "checked", "compiled_once",
-    "grouped", "head_of",
+    "Compiler", "FunctionsPlan", "Head", "Part", "Results", "by_inductor", "checked", "collects", "compiled_once",
+    "grouped", "whole",
 ]  # fmt: skip
 
 Compiler = Callable[..., Any]
@@ -142,16 +143,23 @@ class Head:
     """A compiled function as an op: its results never alias an argument.
 
     Args:
-      part: The program that it computes.
-      graph: What to compile.
-      compiler: ``compiler(graph_module, example_inputs) -> callable``.
-      takes: The variables of its arguments.
-      results: The variables of those of its results that are used.
-      metrics: How many of them leave the step; each of these gets separate memory.
-      known: Whether the compiler is the built-in one, whose results never alias an argument.
-      program: As for :class:`Results`.
+      part: What it computes.
+      plan: Its schedule.
+      compiler: ``compiler(graph_module, example_inputs) -> callable``; None for inductor, whose results never alias an
+        argument.
+      device: Where it runs.
+      step: Name of the step.
+      entrance: How the state enters, for a whole program; None for a part of one, whose results lie as traced.
+      handed_on: As for :func:`build_graph`, like ``writes``.
+      writes: Likewise.
+      metrics: How many of its first results leave the step; each of these gets separate memory.
+      in_order: Whether calls between ranks keep their order.
+      small: Whether its run time is bound by launches.
+      suit: Rewrites the graph in place.
 
     Attributes:
+      graph: What to compile.
+      takes: The variables of its arguments.
       expected: What it has to return.
       compiled: What the compiler returned; None before.
       after: If there: called with the arguments and the results of each call.
@@ -164,32 +172,45 @@ class Head:
     def __init__(
         self,
         part: Program,
-        graph: fx.GraphModule,
-        compiler: Compiler,
+        plan: Schedule,
+        compiler: Compiler | None,
+        device: torch.device,
+        step: str,
         *,
-        takes: Sequence[Var],
-        results: Sequence[Var],
-        metrics: int,
-        known: bool,
-        program: Program | None,
+        entrance: Entrance | None = None,
+        handed_on: Sequence[Var] = (),
+        writes: Sequence[tuple[Var, Var]] = (),
+        metrics: int = 0,
+        in_order: bool = True,
+        small: bool = False,
+        suit: Callable[[fx.Graph], object] | None = None,
     ) -> None:
-        self.part, self.graph, self.takes, self._compiler = part, graph, takes, compiler
-        self._results, self._metrics, self._known = results, metrics, known
-        self.expected = Results(part.function, results, program)
+        given, of_part = entrance or Entrance([], {}, []), entrance is None
+        self.part, self.takes, self._metrics, self._known = part, given.takes(part), metrics, compiler is None
+        self.graph = build_graph(part, plan, given, handed_on=handed_on, writes=writes, as_traced=of_part)
+        if suit is not None:
+            suit(self.graph.graph)
+            self.graph.recompile()
+        on_host = device.type == "cpu"
+        self._compiler = compiler or partial(
+            by_inductor, step, on_host=on_host, small=small, in_order=in_order
+        )
+        self._results = [*plan.outputs, *handed_on]
+        self.expected = Results(part.function, self._results, None if of_part else part)
         self.compiled: Callable[..., Any] | None = None
         self.after: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None
 
     def __str__(self) -> str:
         return f"compiled.{self.part.function.replace(' ', '_')}"
 
-    def compile(self, known: Mapping[Var, Tensor]) -> None:
+    def compile(self, known: Mapping[Var, Tensor], **options: bool) -> None:
         """Compile it, unless it is; for those of its arguments that are known, and for others of their layout."""
         if self.compiled is not None:
             return
         arguments = [by_itself(known[var]) if var in known else like(var) for var in self.takes]
         with ordinary():
             without_gradients()
-            self.compiled = self._compiler(self.graph, arguments)
+            self.compiled = self._compiler(self.graph, arguments, **options)
 
     def __call__(self, *arguments: Tensor) -> list[Tensor]:
         assert self.compiled is not None
@@ -207,55 +228,6 @@ class Head:
         if self.after is not None:
             self.after(arguments, apart)
         return apart
-
-
-def head_of(
-    part: Program,
-    plan: Schedule,
-    compiler: Compiler | None,
-    device: torch.device,
-    step: str,
-    *,
-    entrance: Entrance | None = None,
-    handed_on: Sequence[Var] = (),
-    writes: Sequence[tuple[Var, Var]] = (),
-    metrics: int = 0,
-    in_order: bool = True,
-    small: bool = False,
-    suit: Callable[[fx.Graph], object] | None = None,
-) -> Head:
-    """Return a function that is still to be compiled.
-
-    Args:
-      part: What it computes.
-      plan: Its schedule.
-      compiler: Compiles it; None for inductor.
-      device: Where it runs.
-      step: Name of the step.
-      entrance: How the state enters, for a whole program; None for a part of one, whose results lie as traced.
-      handed_on: As for :func:`build_graph`, like ``writes``.
-      writes: Likewise.
-      metrics: How many of its first results leave the step.
-      in_order: Whether calls between ranks keep their order.
-      small: Whether its run time is bound by launches.
-      suit: Rewrites the graph in place.
-    """
-    given = entrance or Entrance([], {}, [])
-    graph = build_graph(part, plan, given, handed_on=handed_on, writes=writes, as_traced=entrance is None)
-    if suit is not None:
-        suit(graph.graph)
-        graph.recompile()
-    on_host = device.type == "cpu"
-    return Head(
-        part,
-        graph,
-        compiler or partial(by_inductor, step, on_host=on_host, small=small, in_order=in_order),
-        takes=given.takes(part),
-        results=[*plan.outputs, *handed_on],
-        metrics=metrics,
-        known=compiler is None,
-        program=None if entrance is None else part,
-    )
 
 
 @dataclass(eq=False)
@@ -311,10 +283,9 @@ class Part:
             for var in numbers
         )
         calls = tuple(frozen_call(instr, numbers.__getitem__) for instr in self.calls)
-        made = frozen([(instr.out, instr.writes) for instr in self.calls], numbers.__getitem__)
-        handed_on = tuple(numbers[var] for var in self.outputs)
-        commits = tuple((numbers[old], numbers[new]) for old, new in self.commits)
-        return len(self.inputs), self.metrics, layouts, calls, made, handed_on, commits
+        made = [(instr.out, instr.writes) for instr in self.calls]
+        others = frozen([made, self.outputs, self.commits], numbers.__getitem__)
+        return len(self.inputs), self.metrics, layouts, calls, others
 
 
 def grouped(parts: Iterable[Part], slots: Collection[Var] = ()) -> list[list[Part]]:
@@ -336,7 +307,7 @@ def compiled_once(
 
     Args:
       alike: The groups.
-      compiler: As for :func:`head_of`, like all that follows.
+      compiler: As for :class:`Head`, like all that follows.
       device: Likewise.
       step: Likewise.
       options: Likewise.
@@ -348,25 +319,41 @@ def compiled_once(
         part = Program(name, [], [], first.inputs, instrs=first.calls, outputs=[*first.outputs])
         computed = Schedule(checked(part, first.calls, compiler, device), outputs=first.outputs)
         given: Any = {"writes": first.commits, "metrics": first.metrics, **options}
-        heads.append(head_of(part, computed, compiler, device, step, **given))
+        heads.append(Head(part, computed, compiler, device, step, **given))
         for one in (first, *others):
             call = Instr(heads[-1], tuple(one.inputs), {}, one.outputs, (), None)
             calls[one] = [*one.before, call, *one.after]
     return heads, calls
 
 
-def around(
-    head: Head, program: Program, plan: Schedule, handed_on: Sequence[Var], after: Sequence[Instr]
-) -> Schedule:
-    """Return the schedule that calls a compiled head, then others, and commits the values that it hands on.
+def whole(
+    program: Program,
+    plan: Schedule,
+    after: Sequence[Instr],
+    compiler: Compiler | None,
+    device: torch.device,
+    *,
+    in_place: bool,
+    **options: Any,
+) -> tuple[Head, Schedule]:
+    """Return a function that computes a whole program, and the schedule that calls it, then others, and commits.
 
     Args:
-      head: The head.
       program: The program.
       plan: Its schedule.
-      handed_on: The values that the head returns after the metrics.
-      after: The calls in front of the commit.
+      after: Calls that are made after the function, in front of the commit.
+      compiler: As for :class:`Head`, like ``device`` and ``options``.
+      device: Likewise.
+      in_place: Whether the function writes the slots.
+      options: Likewise.
     """
+    born = {var for instr in plan.head for var in instr.outputs()}
+    read = (var for instr in (*after, *plan.fused) for var in instr.inputs() if var in born)
+    inside, outside = (plan.commits, []) if in_place else ([], plan.commits)
+    given: Any = {"handed_on": list(dict.fromkeys([*read, *(new for _, new in outside)])), "writes": inside}
+    entrance, metrics = Entrance.of(program, plan, **given), 0 if in_place else len(plan.outputs)
+    options = {**given, **options, "entrance": entrance, "metrics": metrics, "in_order": collects(program)}
+    head = Head(program, plan, compiler, device, program.function, **options)
     index, storage = highest(program)
     number = itertools.count(1)
 
@@ -374,20 +361,21 @@ def around(
         n = next(number)
         return replace(var, index=index + n, storage=storage + n, offset=0, fills=True)
 
-    metrics = [fresh(var) for var in plan.outputs]
-    names = {var: fresh(var) for var in handed_on}
+    outputs = list(map(fresh, plan.outputs))
+    names = {var: fresh(var) for var in given["handed_on"]}
 
     def new(var: Var) -> Var:
         return names.get(var, var)
 
+    call = Instr(head, tuple(head.takes), {}, [*outputs, *names.values()], (), None)
+    calls = [call, *(instr.reading(new) for instr in after)]
     fused = [instr.reading(new) for instr in plan.fused]
-    call = Instr(head, tuple(head.takes), {}, [*metrics, *names.values()], (), None)
-    return Schedule(
-        [call, *(instr.reading(new) for instr in after)],
-        fused,
-        [(old, names[value]) for old, value in plan.commits],
-        outputs=metrics,
-    )
+    return head, Schedule(calls, fused, [(old, names[value]) for old, value in outside], outputs=outputs)
+
+
+def collects(program: Program) -> bool:
+    """Whether a program has collectives or transfers."""
+    return any(is_between_ranks(instr.op) for instr in program.instrs)
 
 
 def checked(

@@ -12,7 +12,6 @@ from torch import Tensor, fx
 
 from ...ambient.modes import ordinary, without_gradients
 from ...concurrency.interrupts import uninterrupted
-from ...shards.transfers import is_between_ranks
 from ..branches.function import scope_of, spread_launches
 from ..branches.listing import in_line
 from ..branches.rehearsal import Lanes
@@ -27,11 +26,11 @@ from ..plan import Before, Buffers, Plan, Run, Spread
 from ..program import Instr, Program, Var
 from ..schedule import Schedule, schedule
 from .arguments import by_itself
-from .functions import FunctionsPlan, around, by_inductor, head_of
-from .graph import Entrance, calls_of
+from .functions import FunctionsPlan, collects, whole
+from .graph import calls_of
 from .inductor import opened
 
-__all__ = ["SMALL", "InPlacePlan", "collects", "is_small", "largest"]
+__all__ = ["SMALL", "InPlacePlan", "is_small", "largest"]
 
 SMALL = 2**24  # bytes of values that leave room on the device for other kernels
 
@@ -54,19 +53,11 @@ class InPlacePlan(FunctionsPlan):
         light = split_light(program) if spread is None and not self._small else set()
         plan = schedule(program, fuse=light)
         _move_lists(plan, light)
-        born = {var for instr in plan.head for var in instr.outputs()}
-        read = (var for instr in plan.fused for var in instr.inputs())
-        handed_on = [var for var in dict.fromkeys(read) if var in born]
         self._light = {f"{instr.name}.{number}": instr for number, instr in enumerate(plan.fused)}
-        given: Any = {"handed_on": handed_on, "writes": plan.commits}
-        self._options = {"small": self._small, "in_order": collects(program)}
-        head = head_of(
-            program, plan, None, device, program.function, entrance=Entrance.of(program, plan, **given),
-            suit=self._suit, **given, **self._options,
-        )  # fmt: skip
         lists = [instr for instr in plan.fused if not written_pairs(instr)]
-        updates = [instr for instr in plan.fused if instr not in lists]
-        runs = around(head, program, replace(plan, fused=updates, commits=[]), handed_on, lists)
+        updates = replace(plan, fused=[instr for instr in plan.fused if instr not in lists])
+        given: Any = {"in_place": True, "small": self._small, "suit": self._suit}
+        head, runs = whole(program, updates, lists, None, device, **given)
         super().__init__(program, plan, runs, device, [head], copies=False, timed=True)
         self.timeline = replace(self.timeline, estimated=spread is not None)
         self.branches = f"branches: none, {why}" if why else ""
@@ -141,12 +132,10 @@ class InPlacePlan(FunctionsPlan):
     def _beside(self, spread: Spread, known: Mapping[Var, Tensor]) -> None:
         """Compile to launches that run side by side; compile nothing if that does not pay."""
         head, program = self._heads[0], self.program
+        head.compile(known, beside=True)
+        assert head.compiled is not None
+        found, timeline = opened(head.compiled), self.timeline
         arguments = [by_itself(known[var]) for var in head.takes]
-        on_host = self._device.type == "cpu"
-        compiled = by_inductor(
-            program.function, head.graph, arguments, on_host=on_host, beside=True, **self._options
-        )
-        found, timeline = opened(compiled), self.timeline
         memory = [f"argument {var.storage}" for var in head.takes]
         if found is None:
             timeline = replace(in_line(()), why="torch's compiler does not show what it wrote")
@@ -160,9 +149,8 @@ class InPlacePlan(FunctionsPlan):
                 timeline = spread_launches(wrapper, self._code, names, arguments, spread, padded)
             except UnknownStatement as error:
                 timeline = replace(in_line(()), why=f"`{error}` is not known to be a launch")
-        if timeline.lanes > 1:
-            head.compiled = compiled
-        else:
+        if timeline.lanes == 1:
+            head.compiled = None
             self._suit_one_line(head.graph.graph)
             head.graph.recompile()
         self.tell(timeline)
@@ -186,11 +174,6 @@ def _move_lists(plan: Schedule, light: Collection[Instr]) -> None:
     lists = [instr for instr in plan.head if instr in light and read.issuperset(instr.outputs())]
     plan.head = [instr for instr in plan.head if instr not in lists]
     plan.fused = [*lists, *plan.fused]
-
-
-def collects(program: Program) -> bool:
-    """Whether a program has collectives or transfers."""
-    return any(is_between_ranks(instr.op) for instr in program.instrs)
 
 
 def is_small(program: Program) -> bool:

@@ -26,8 +26,7 @@ from ..schedule import Schedule, schedule
 from ..sub_programs import SubProgram
 from ..trial.reference import Reference
 from .early_updates import Leaf, by_leaf, joined
-from .functions import Compiler, FunctionsPlan, Part, compiled_once, grouped
-from .in_place import collects
+from .functions import Compiler, FunctionsPlan, Part, collects, compiled_once, grouped
 from .repeats import cuts
 
 __all__ = ["Parts", "by_sub_programs", "in_parts", "parts_of"]
