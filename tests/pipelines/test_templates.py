@@ -1,4 +1,4 @@
-"""What a trace makes again is one call of a template: what is said of that holds of all the calls it stands for."""
+"""What a trace makes again is one call of a sub-program: what is said of that holds of all the calls it stands for."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_what_is_said_of_a_program_is_what_is_said_of_its_calls(run: Run) -> Non
 
 
 def test_all_that_a_checked_result_is_made_of_is_checked() -> None:
-    """By a template, too: an index is out of range because of either of the two that it is a sum of."""
+    """By a sub-program, too: an index is out of range because of either of the two that it is a sum of."""
 
     def function(x: Tensor, y: Tensor, i: Tensor, j: Tensor) -> Any:
         pairs = [(x.long(), y.long()), (i, j)]
@@ -133,7 +133,7 @@ def test_a_rewritten_program_makes_the_calls_of_one_that_is_recorded(
 
 @pytest.mark.parametrize("schedule", share(["zero_bubble", *CUTS], 9))
 def test_what_a_plan_allocates_is_what_its_calls_do(schedule: str) -> None:
-    """Of large values: those that a template keeps for itself, is given and hands on."""
+    """Of large values: those that a sub-program keeps for itself, is given and hands on."""
     stages = len(CUTS[schedule]) + 1
     shape = Shape(llama=True, layers=4, width=256, wide=512, heads=4, groups=2, time=2048, vocab=512)
     job = Job(shape, stages, 1, rows=1, microbatches=4, schedule=schedule, per_rank=1)
