@@ -36,8 +36,7 @@ LAYERS = {
     ),
     "program": (
         "stages.program",
-        "stages.template",
-        "stages.together",
+        "stages.sub_programs",
         "stages.keys",
         "stages.kinds",
         "stages.variables",

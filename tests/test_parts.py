@@ -18,6 +18,7 @@ from functional_cg.stages.lower.compiled import lower, prepare
 from functional_cg.stages.lower.functions import FunctionsPlan
 from functional_cg.stages.lower.in_place import InPlacePlan
 from functional_cg.stages.lower.parts import in_parts
+from functional_cg.stages.passes.equal_calls import frozen
 from functional_cg.stages.plan import lower_aten
 from functional_cg.step import captures
 from functional_cg.testing import assert_trees_all_close, assert_trees_all_equal
@@ -237,9 +238,9 @@ def test_arguments_are_equal_only_if_all_of_them_is() -> None:
         one,
         Anything(),
     ]
-    frozen = [repeats.frozen(value, id) for value in different]
-    assert len(set(frozen)) == len(different)
-    assert frozen == [repeats.frozen(value, id) for value in different]
+    found = [frozen(value, id) for value in different]
+    assert len(set(found)) == len(different)
+    assert found == [frozen(value, id) for value in different]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from functional_cg.ambient.rehearsal import repeated, tensor_of
 from functional_cg.stages.plan import Buffers
 from functional_cg.stages.run.allocations import events, highest
 from functional_cg.stages.run.reserve import AtOnce, at_once, taken
-from functional_cg.stages.template import Template
+from functional_cg.stages.sub_programs import SubProgram
 
 MIB = 2**20
 
@@ -127,11 +127,11 @@ def in_blocks(state: Any, x: Tensor) -> Any:
         return [given[1].neg()[512:1536].mul(2), given[0] + given[1][:512]]
 
     kept, value, total = [], state["w"], state["w"]
-    for number in range(4):
-        value, saved = repeated("forward", forward, [value], number)
+    for _ in range(4):
+        value, saved = repeated("forward", forward, [value])
         kept.append((value, saved))
-    for number in range(4):
-        first, second = repeated("backward", backward, [*kept.pop()], number)
+    for _ in range(4):
+        first, second = repeated("backward", backward, [*kept.pop()])
         total = total + tensor_of(second).sum()
     return {"w": total + tensor_of(first).mean()}, {}
 
@@ -144,8 +144,8 @@ def named_late(state: Any, x: Tensor) -> Any:
         return [new @ old.t()]
 
     total = state["w"]
-    for number in range(4):
-        (made,) = repeated("product", product, [total], number)
+    for _ in range(4):
+        (made,) = repeated("product", product, [total])
         total = total + tensor_of(made)[:, :1024]
     return {"w": total}, {}
 
@@ -162,7 +162,7 @@ def exchanged(state: Any, x: Tensor) -> Any:
 def test_what_a_plan_is_said_to_allocate_it_does(function: Any, templates: bool) -> None:
     state = {name: torch.zeros(1024, 1024) for name in ("wv" if function is exchanged else "w")}
     lowered = fcg.graph_step(function).lower(state, torch.zeros(1024, 1024))
-    assert any(isinstance(instr.op, Template) for instr in lowered.program.instrs) is templates
+    assert any(isinstance(instr.op, SubProgram) for instr in lowered.program.instrs) is templates
     said, real = [size for _, size in events(lowered.plan)], as_it_runs(lowered)
     assert said == real[: len(said)]
     assert all(size < 0 for size in real[len(said) :]), "what is kept until the end"

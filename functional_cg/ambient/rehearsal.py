@@ -33,12 +33,12 @@ class Trace(Protocol):
         """Return where the last call comes from: the user's line, its module, its backward."""
         ...
 
-    def as_before(self, place: Any, region: tuple[str, int]) -> AbstractContextManager[None]:
-        """Record the calls of a block as ones that come from a place, and are part of what runs several times."""
+    def as_before(self, place: Any) -> AbstractContextManager[None]:
+        """Record the calls of a block as ones that come from a place."""
         ...
 
     def repeated(
-        self, name: Hashable, act: Callable[[list[Tensor]], list[Tensor]], given: Sequence[Any], number: int
+        self, name: Hashable, act: Callable[[list[Tensor]], list[Tensor]], given: Sequence[Any], title: str
     ) -> list[Any]:
         """Compute a block that is computed several times, or only record its calls once more."""
         ...
@@ -96,14 +96,14 @@ def place() -> Any:
     return None if trace is None else trace.place()
 
 
-def as_before(where: Any, region: tuple[str, int]) -> AbstractContextManager[None]:
-    """Record the calls of a block as ones that come from a place, and are part of what runs several times."""
+def as_before(where: Any) -> AbstractContextManager[None]:
+    """Record the calls of a block as ones that come from a place."""
     trace = _running.get()
-    return nullcontext() if trace is None or where is None else trace.as_before(where, region)
+    return nullcontext() if trace is None or where is None else trace.as_before(where)
 
 
 def repeated(
-    name: Hashable, act: Callable[[list[Tensor]], list[Tensor]], given: Sequence[Any], number: int
+    name: Hashable, act: Callable[[list[Tensor]], list[Tensor]], given: Sequence[Any], title: str = ""
 ) -> list[Any]:
     """Compute a block that is computed several times: the same calls, on tensors of the same layouts.
 
@@ -113,10 +113,10 @@ def repeated(
       name: What all times have in common.
       act: Computes it; what its calls are may depend on the layouts of what it is given alone.
       given: What it is given: tensors, or results of blocks.
-      number: How often it was computed before.
+      title: Name of the function that a compiler makes of it; empty if it makes none.
     """
     trace = _running.get()
-    return act(list(given)) if trace is None else trace.repeated(name, act, given, number)
+    return act(list(given)) if trace is None else trace.repeated(name, act, given, title)
 
 
 def tensor_of(value: Any) -> Tensor:

@@ -44,7 +44,7 @@ class Sums:
             return out
 
         name = stage, sums is self.grads, bool(old)
-        sums.update(zip(new, repeated(name, added, [*old, *new.values()], 0), strict=True))
+        sums.update(zip(new, repeated(name, added, [*old, *new.values()]), strict=True))
 
     def tensors(self) -> tuple[dict[tuple[int, int], Tensor], dict[int, Tensor]]:
         """Return the sums of gradients, and those of results."""
@@ -108,7 +108,7 @@ class Worker:
         place = action.stage, action.microbatch
         values = {**self._params, **self._part(action.microbatch)}
         values.update(zip(map(id, stage.inputs), self._arrived(action, "RECV_F"), strict=True))
-        play(self._found.tape, stage.forward, values, (f"forward of stage {place[0]}", place[1]))
+        play(self._found.tape, stage.forward, values, f"forward of stage {action.stage}")
         results = {position: values[id(result)] for position, result in stage.results.items()}
         self.sums.add(stage, self.sums.results, results)
         self._hand_on(Action(action.stage, "SEND_F", action.microbatch), stage, values, stage.outputs)
@@ -123,13 +123,13 @@ class Worker:
         values = self._values[action.stage, action.microbatch]
         expected = [one for one in stage.behind if one is not None]
         values.update(zip(map(id, expected), self._arrived(action, "RECV_B"), strict=True))
-        play(self._found.tape, stage.inward, values, (f"backward of stage {action.stage}", action.microbatch))
+        play(self._found.tape, stage.inward, values, f"backward of stage {action.stage}")
         ahead = [one for one in stage.ahead if one is not None]
         self._hand_on(Action(action.stage, "SEND_B", action.microbatch), stage, values, ahead)
 
     def _weights(self, action: Action, stage: Stage) -> None:
         values = self._values.pop((action.stage, action.microbatch))
-        play(self._found.tape, stage.weights, values, (f"weights of stage {action.stage}", action.microbatch))
+        play(self._found.tape, stage.weights, values, f"weights of stage {action.stage}")
         grads = {(action.stage, number): values[id(grad)] for number, grad in stage.grads.items()}
         self.sums.add(stage, self.sums.grads, grads)
 
@@ -150,14 +150,14 @@ class Worker:
         owners = self._table.owners
         box = send if owners[send.stage] != owners[send.other_end.stage] else send.other_end
         given = [values[id(one)] for one in made]
-        self._boxes[box] = repeated((stage, send.kind, "packed"), _packed, given, 0)
+        self._boxes[box] = repeated((stage, send.kind, "packed"), _packed, given)
 
     def _arrived(self, action: Action, kind: Any) -> list[Any]:
         """Return what a computation gets from another stage."""
         receive = Action(action.stage, kind, action.microbatch)
         values = self._boxes.pop(receive, [])
         if receive in self._launched:
-            values = repeated((action.stage, kind, "arrived"), _waited_for, values, 0)
+            values = repeated((action.stage, kind, "arrived"), _waited_for, values)
         for send in self._arrivals.get(action, ()):
             self._end_send(send)
         return values
@@ -171,7 +171,7 @@ class Worker:
                 tokens.append(transfers.send(value, tokens[-1], *link))
             return tokens[1:]
 
-        tokens = repeated((stage, action.kind, link), act, [self._token, *values], 0)
+        tokens = repeated((stage, action.kind, link), act, [self._token, *values])
         self._token = tokens[-1] if tokens else self._token
         self._sent[action] = list(zip(tokens, values, strict=True))
 
@@ -186,7 +186,7 @@ class Worker:
                 values.append(value)
             return [*values, token]
 
-        *values, self._token = repeated((stage, action.kind, link), act, [self._token], 0)
+        *values, self._token = repeated((stage, action.kind, link), act, [self._token])
         self._boxes[action] = values
         self._launched.add(action)
 
@@ -199,7 +199,7 @@ class Worker:
     def _end_send(self, action: Action) -> None:
         if sent := self._sent.pop(action, None):
             given = [self._token, *(one for pair in sent for one in pair)]
-            (self._token,) = repeated((action.stage, action.kind, "sent"), _ended, given, 0)
+            (self._token,) = repeated((action.stage, action.kind, "sent"), _ended, given)
 
 
 def _packed(tensors: list[Tensor]) -> list[Tensor]:

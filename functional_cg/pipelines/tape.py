@@ -233,25 +233,25 @@ def cut(tree: T) -> T:
     )
 
 
-def play(tape: Tape, part: Part, values: dict[int, Any], region: tuple[str, int]) -> None:
+def play(tape: Tape, part: Part, values: dict[int, Any], title: str) -> None:
     """Make the calls of a part again, on other tensors.
 
     Args:
       tape: The tape that recorded them.
       part: The calls.
       values: What takes the place of each tensor of the tape, by identity; what the calls compute is added.
-      region: Name of the calls, and how often they were made before.
+      title: Name of the calls.
     """
     given = [number for number in part.read if number in values]
 
     def act(tensors: list[Tensor]) -> list[Tensor]:
         known = dict(zip(given, tensors, strict=True))
         for call in part.calls:
-            with as_before(call.where, region):
+            with as_before(call.where):
                 _bind(call.out, _made_again(tape, call, known), known)
         return [known[number] for number in part.made]
 
-    made = repeated(part, act, [values[number] for number in given], region[1])
+    made = repeated(part, act, [values[number] for number in given], title)
     values.update(zip(part.made, made, strict=True))
 
 

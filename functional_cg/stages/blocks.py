@@ -1,8 +1,10 @@
-"""Blocks: calls that a trace records once, and that stand in it as one call of a template when they are made again.
+"""Blocks: calls that a trace records once, and adds to its program once more each time when they are made again.
 
 A pipeline makes the calls of a stage for each micro-batch. No Python of the user runs in between, and what the calls
 are given has the same layout each time, so a trace would find the same calls: all that is new are the variables. A
-block whose calls could depend on more than that is recorded each time. One that sends, that prints, or that has
+block whose calls could depend on more than that is recorded each time.
+
+In the finished program each time is one call of a sub-program. A block that sends, that checks, or that writes its
 literals is copied call by call: what asks for such calls finds each of them.
 """
 
@@ -15,8 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from ..shards.transfers import is_between_ranks
-from .program import Constant, Instr, Program, Report, Var, map_vars
-from .template import Template
+from .program import Constant, Instr, Program, Report, Twins, Var, map_vars, written_storages
+from .sub_programs import SubProgram
 from .variables import Variables
 
 __all__ = ["Blocks"]
@@ -35,39 +37,46 @@ class Blocks:
 
     def __init__(self, program: Program, variables: Variables) -> None:
         self._program, self._variables = program, variables
+        self._recorded: list[tuple[int, Instr]] = []
         self.known: dict[Hashable, _Block | None] = {}
 
     def recorded(
-        self, name: Hashable, act: Callable[[list[Tensor]], list[Tensor]], given: Sequence[Any]
+        self, name: Hashable, act: Callable[[list[Tensor]], list[Tensor]], given: Sequence[Any], title: str
     ) -> list[Tensor]:
         """Compute a block on what it is given, tensors or variables; keep what is recorded of it."""
-        variables, declared = self._variables, len(self._variables.declared)
-        start = _Mark.of(self._program, variables)
+        program, variables, declared = self._program, self._variables, len(self._variables.declared)
+        start = _Mark.of(program, variables)
         tensors = list(map(variables.tensor, given))
         out = act(tensors)
-        end = _Mark.of(self._program, variables)
         described = list(map(variables.of, tensors)), list(map(variables.of, out))
-        block = _Block.between(start, end, self._program, *described)
         # What was met for the first time is no part of the block.
-        self.known[name] = block if declared == len(variables.declared) else None
+        known = declared == len(variables.declared)
+        self.known[name] = block = (
+            _Block.since(start, program, variables, title, *described) if known else None
+        )
+        if block is not None and block.is_one_call:
+            call = block.sub_program.call([*block.reads], [*block.makes], (0, 0))
+            self._recorded.append((start.calls, call))
         return out
 
-    def again(self, name: Hashable, given: Sequence[Any], number: int) -> list[Any] | None:
+    def again(self, name: Hashable, given: Sequence[Any]) -> list[Any] | None:
         """Add the calls of a block once more; return what it computes, None if it has to be recorded.
 
         Args:
           name: Name of the block.
           given: What it is given, tensors or variables.
-          number: How often it was made before.
         """
         block = self.known.get(name)
-        if block is None:
+        own = [one if type(one) is Var else self._described(one) for one in given]
+        if block is None or not block.fits(own):
             return None
-        found = [one if type(one) is Var else self._described(one) for one in given]
-        own = [var for var in found if var is not None]
-        made = block.again(self._program, own, self._variables, number) if len(own) == len(found) else None
-        back = dict(zip(own, given, strict=False))
-        return None if made is None else [back.get(var, var) for var in made]
+        back = dict(zip(own, given, strict=True))
+        return [back.get(var, var) for var in block.again(self._program, own, self._variables)]
+
+    def fold(self) -> None:
+        """Let one call stand for the calls of each block that was recorded, too; the trace has to be at its end."""
+        for start, call in reversed(self._recorded):
+            self._program.instrs[start : start + len(call.op.calls)] = [call]
 
     def _described(self, value: Any) -> Var | None:
         """Return the variable of a tensor that a block is given; None if it is none of the trace, or not any more."""
@@ -99,28 +108,31 @@ class _Block:
       start: Where it began.
       end: Where it ended.
       given: The variables that are others each time.
-      results: What it computed that others read; they may be given ones.
-      calls: Its calls.
-      literals: The constants that belong to its calls alone: literals, which a call may write.
+      reads: Those, and what it reads besides.
+      makes: What it computes that others read.
+      sub_program: Its calls, which have variables of their own; so have the following ones.
+      results: What it returned: some of what it makes or was given.
+      literals: The constants that its calls write: they are others each time.
       reports: What it prints or taps.
-      template: Its calls as a template, with what that reads, and what it makes; None if they are copied.
     """
 
     start: _Mark
     end: _Mark
     given: Sequence[Var]
+    reads: Sequence[Var]
+    makes: Sequence[Var]
+    sub_program: SubProgram
     results: Sequence[Var]
-    calls: Sequence[Instr]
     literals: Sequence[Constant]
     reports: Sequence[Report]
-    template: tuple[Template, Sequence[Var], Sequence[Var]] | None
 
     @classmethod
-    def between(
+    def since(
         cls,
         start: _Mark,
-        end: _Mark,
         program: Program,
+        variables: Variables,
+        title: str,
         given: Sequence[Var | None],
         results: Sequence[Var | None],
     ) -> _Block | None:
@@ -132,113 +144,78 @@ class _Block:
         """
         calls = program.instrs[start.calls :]
         touched = (var for instr in calls for var in (*instr.writes, *_read_from_the_start(instr)))
-        known = [var for var in given if var is not None], [var for var in results if var is not None]
-        if len(known[0]) < len(given) or len(known[1]) < len(results):
+        known = [var for var in given if var is not None]
+        made = [var for var in results if var is not None]
+        if len(known) < len(given) or len(made) < len(results):
             return None
         if any(var.storage < start.storages for var in touched):
             return None
-        literals, reports = program.constants[start.constants :], program.reports[start.reports :]
-        block = cls(start, end, *known, calls, literals, reports, None)
-        return replace(block, template=block._template())
+        written = written_storages(calls)
+        own = [one for one in program.constants[start.constants :] if one.var.storage in written]
+        fixed = {one.var for one in program.constants[start.constants :] if one not in own}
+        reports = program.reports[start.reports :]
+        read = dict.fromkeys((*known, *(var for one in calls for var in one.inputs())))
+        reads = [var for var in read if var.index < start.variables or var in fixed]
+        told = dict.fromkeys((*made, *(var for one in reports for var in one.values)))
+        makes = [var for var in told if var.index >= start.variables and var not in fixed]
+        new = Twins()
+        first = start.calls, start.variables
+        sub_program = SubProgram(
+            title, list(map(new, reads)), [one.again(new) for one in calls], list(map(new, makes)), first
+        )
+        return cls(
+            start, _Mark.of(program, variables), known, reads, makes, sub_program, list(map(new, made)),
+            [replace(one, var=new(one.var)) for one in own],
+            [replace(one, values=map_vars(new, one.values)) for one in reports],
+        )  # fmt: skip
 
-    def _template(self) -> tuple[Template, Sequence[Var], Sequence[Var]] | None:
-        if len(self.calls) < 2 or self.literals or self.reports:
-            return None
-        if any(is_between_ranks(one.op) or one.checks for one in self.calls):
-            return None
-        first = self.start.variables
-        read = (*self.given, *(var for one in self.calls for var in one.inputs()))
-        reads = [var for var in dict.fromkeys(read) if var.index < first]
-        makes = [var for var in dict.fromkeys(self.results) if var.index >= first]
-        name = self.calls[0].region[0] if self.calls[0].region else self.calls[0].name
-        return Template.of(name, reads, self.calls, makes, (self.start.calls, first)), reads, makes
+    @property
+    def is_one_call(self) -> bool:
+        """Whether a call of a sub-program stands for the block."""
+        calls = self.sub_program.calls
+        single = len(calls) < 2 or self.literals
+        return not single and not any(is_between_ranks(one.op) or one.checks for one in calls)
 
-    def again(
-        self, program: Program, given: Sequence[Var], variables: Variables, number: int
-    ) -> list[Var] | None:
-        """Add the calls to a program once more; return what they compute, or None if they might be others.
+    def again(self, program: Program, given: Sequence[Var | None], variables: Variables) -> list[Var]:
+        """Add the calls to a program once more; return what they compute.
 
         Args:
           program: The program.
           given: What takes the place of the given variables.
           variables: Numbers the others.
-          number: How often the block was made before.
         """
-        names = self._names(given)
-        if names is None:
-            return None
-        made = range(self.start.storages, self.end.storages)
-        later = names.begin(*variables.reserve(self.end.variables - self.start.variables, made))
-        if self.template is not None:
-            template, reads, makes = self.template
-            call = template.call(list(map(names, reads)), list(map(names, makes)), later, number)
-            program.instrs.append(call)
-            return list(map(names, self.results))
-        for literal in self.literals:
-            constant = replace(literal, var=names(literal.var), name=f"literal {len(program.constants)}")
-            program.constants.append(constant)
-        for one in self.calls:
-            region = None if one.region is None else (one.region[0], number)
-            program.instrs.append(one.again(names, region))
-        program.reports += [replace(report, values=map_vars(names, report.values)) for report in self.reports]
-        return list(map(names, self.results))
-
-    def _names(self, given: Sequence[Var]) -> _Names | None:
-        """Return the variables of a copy; None if what is given lies otherwise than at first."""
-        if len(given) != len(self.given):
-            return None
-        names = _Names(self.start)
-        storages, moved = names.storages, names.moved
-        for one, other in zip(self.given, given, strict=True):
-            # Compared as objects first: a pipeline makes thousands of them, and nearly all are one.
-            if one.spec is not other.spec and one.spec != other.spec:
-                return None
-            alike = (
-                one.fills == other.fills
-                and names.setdefault(one, other) is other
-                and storages.setdefault(one.storage, other.storage) == other.storage
-                and moved.setdefault(one.storage, other.offset - one.offset) == other.offset - one.offset
+        start, end, made = self.start, self.end, range(self.start.storages, self.end.storages)
+        variable, storage = variables.reserve(end.variables - start.variables, made)
+        later = variable - start.variables, storage - start.storages
+        names: dict[Var, Any] = dict(zip(self.given, given, strict=True))
+        reads = [names.get(var, var) for var in self.reads]
+        new = self.sub_program.naming(reads, later)
+        if self.is_one_call:
+            program.instrs.append(
+                self.sub_program.call(reads, list(map(new, self.sub_program.results)), later)
             )
-            if not alike:
-                return None
-        return names
+        else:
+            program.instrs += [one.again(new) for one in self.sub_program.calls]
+        for literal in self.literals:
+            program.constants.append(
+                replace(literal, var=new(literal.var), name=f"literal {len(program.constants)}")
+            )
+        program.reports += [replace(one, values=map_vars(new, one.values)) for one in self.reports]
+        return list(map(new, self.results))
 
-
-class _Names(dict[Var, Var]):
-    """The variables of a copy, by those of the block.
-
-    Args:
-      start: Where the block began.
-
-    Attributes:
-      storages: The storages of what is given, by those of the block.
-      moved: By storage of the block, how many elements further on it is read.
-    """
-
-    def __init__(self, start: _Mark) -> None:
-        super().__init__()
-        self._variables, self._storages = start.variables, start.storages
-        self.storages: dict[int, int] = {}
-        self.moved: dict[int, int] = {}
-        self._later = self._storages_later = 0
-
-    def begin(self, variable: int, storage: int) -> tuple[int, int]:
-        """Number the variables that the copy makes, and their storages, from these on; return by how much later."""
-        self._later, self._storages_later = variable - self._variables, storage - self._storages
-        return self._later, self._storages_later
-
-    def __missing__(self, var: Var) -> Var:
-        if var.index < self._variables:  # of the surroundings, and the same each time
-            return var
-        storage, offset = var.storage, var.offset
-        if storage >= self._storages:
-            storage += self._storages_later
-        elif storage in self.storages:
-            storage, offset = self.storages[storage], offset + self.moved[storage]
-        self[var] = made = Var(var.index + self._later, var.spec, storage, offset, var.fills)
-        return made
-
-    __call__ = dict.__getitem__
+    def fits(self, given: Sequence[Var | None]) -> bool:
+        """Whether other variables lie as those that the block was given at first."""
+        names: dict[Var, Var] = {}
+        lies: dict[int, tuple[int, int]] = {}
+        for one, other in zip(self.given, given, strict=False):
+            # Compared as objects first: a pipeline makes thousands of them, and nearly all are one.
+            if other is None or (one.spec is not other.spec and one.spec != other.spec):
+                return False
+            at = other.storage, other.offset - one.offset
+            same = names.setdefault(one, other) is other and lies.setdefault(one.storage, at) == at
+            if not same or one.fills != other.fills:
+                return False
+        return len(given) == len(self.given)
 
 
 def _read_from_the_start(instr: Instr) -> Sequence[Var]:

@@ -19,7 +19,7 @@ from ..random.samplers import DERIVE
 from ..tensors.aten import named_arguments
 from ..tensors.op_table import row_of
 from .program import Instr, Program, Var, live, map_vars
-from .template import calls_of
+from .sub_programs import calls_of, each_once
 
 __all__ = ["draws_among", "inputs_behind", "is_drawn", "shared_keys"]
 
@@ -65,9 +65,9 @@ class _Numbers:
 def draws_among(program: Program) -> tuple[Sequence[Instr], set[Instr]]:
     """Return all calls of a program, and those that draw random numbers; if none does, no calls.
 
-    Deriving a key is not a draw. A template draws if the calls that it repeats do, which stand before it.
+    Deriving a key is not a draw. A sub-program draws if its calls do.
     """
-    if not any(map(_is_draw, program.instrs)):
+    if not any(map(_is_draw, each_once(program.instrs))):
         return (), set()
     calls = calls_of(program.instrs)
     return calls, set(filter(_is_draw, calls))

@@ -30,8 +30,7 @@ from .passes.fused import in_place
 from .passes.rewrite import clears, range_tensor
 from .program import Instr, Program, Var, vars_in
 from .schedule import Schedule, schedule
-from .template import Template
-from .together import Together
+from .sub_programs import SubProgram
 
 __all__ = [
     "AtenPlan",
@@ -199,7 +198,7 @@ class AtenPlan(Plan):
     """Runs the traced ATen calls one by one, or on lanes, in a generated function with all names bound.
 
     Views of static buffers are taken once, at binding. What a unit allocates is dropped after the last that touches it.
-    A template is a function of its own, which drops what it is given after its last use, too.
+    A sub-program is a function of its own, which drops what it is given after its last use, too.
 
     Args:
       program: The program.
@@ -209,7 +208,7 @@ class AtenPlan(Plan):
       raised_at: Finds the user's line for an exception from a call without a known site.
     Attributes:
       timeline: What runs where.
-      templates: The same for each template.
+      sub_programs: The same for each sub-program.
       ticks: If it is timed: what runs before each ``tick``, a call, or the name of what is copied.
     """
 
@@ -225,11 +224,8 @@ class AtenPlan(Plan):
         self.program, self.schedule, self._runs, self._raised_at = program, plan, plan, raised_at
         self._ops: dict[str, Any] = {}
         self._names_of_ops: dict[Any, str] = {}
-        self._functions: dict[Template, str] = {}
+        self._functions: dict[SubProgram, str] = {}
         self._hoisted, head = self._split_hoisted()
-        tail = [*(var for instr in plan.fused for var in instr.inputs()), *(var for _, var in plan.commits)]
-        views = [var for instr in self._hoisted for var in instr.outputs()]
-        self._together = Together(head, {*tail, *plan.outputs, *views}, self._fixed)
         first, units = self._calls(head, self._fixed, dict(self._constants()))
         units += self._tail()
         self.ticks = [unit.call or unit.name for unit in units]
@@ -239,7 +235,7 @@ class AtenPlan(Plan):
         self.timeline = in_line(units, kept)
         functions = [*self._functions.values()]
         self._source, self._sites = source_of(self.timeline, code, functions=functions, timed=timed)
-        self.templates = {template: self._write(template) for template in self._functions}
+        self.sub_programs = {sub_program: self._write(sub_program) for sub_program in self._functions}
         self._compiled = compile(self._source, f"<plan of {program.function}>", "exec")
         if spread is not None:
             for unit in units:
@@ -274,7 +270,7 @@ class AtenPlan(Plan):
 
     def _names(self, buffers: Buffers) -> dict[str, Any]:
         """Return what the source refers to."""
-        program, tensors = self.program, buffers.tensors(self.program)
+        program, tensors = self.program, self._tensors(buffers)
         names = {**self._ops, **{repr(var): tensor for var, tensor in tensors.items()}}
         for i in self._runs.written_constants:
             names[f"c{i}"] = names.pop(repr(program.constants[i].var))
@@ -284,6 +280,10 @@ class AtenPlan(Plan):
         slots = tuple([names[repr(old)] for old, _ in group] for group in self._commit_groups())
         names |= {"commit_slots": slots, "clears": clears(program, tensors), "copy_all": torch._foreach_copy_}
         return names | {"laid_out": laid_out, "partial": partial, "uninterrupted": uninterrupted}
+
+    def _tensors(self, buffers: Buffers) -> dict[Var, Tensor]:
+        """Return the tensors that are there before a run."""
+        return buffers.tensors(self.program)
 
     def _split_hoisted(self) -> tuple[list[Instr], list[Instr]]:
         """Separate the calls that only take views of static buffers from the rest of the head."""
@@ -339,15 +339,17 @@ class AtenPlan(Plan):
         first, units = units_of(calls, before, {var.storage for var in fixed})
         found: list[Unit] = []
         for unit in (first, *units):
-            if unit.call is not None and isinstance(unit.call.op, Template):
+            if unit.call is not None and isinstance(unit.call.op, SubProgram):
                 # A list holds what it is given: the names are dropped before it runs.
-                given = self._together.given(unit.call)
-                found.append(Unit("given", [given], unit.reads, frozenset({GIVEN}), site=unit.site))
+                given = ", ".join(map(repr, unit.call.args[0]))
+                found.append(
+                    Unit("given", [f"given = [{given}]"], unit.reads, frozenset({GIVEN}), site=unit.site)
+                )
                 unit.reads = frozenset({GIVEN})
             for instr in unit.calls:
                 unit.lines += self._lines(instr, fixed)
                 defined = (var for var in instr.outputs() if var not in fixed)
-                unit.defined += [(var.storage, self._together.name(var)) for var in defined]
+                unit.defined += [(var.storage, repr(var)) for var in defined]
             found.append(unit)
         return first, found[1:]
 
@@ -388,29 +390,26 @@ class AtenPlan(Plan):
         names = (f"m{i}" if i in self._runs.cloned else repr(var) for i, var in enumerate(self._runs.outputs))
         return f"({''.join(f'{name}, ' for name in names)})"
 
-    def _write(self, template: Template) -> Timeline:
-        """Append the function of a template to the source; return what runs there."""
-        given, results = (
-            ", ".join(map(repr, some))
-            for some in (self._together.takes(template), self._together.returns(template))
-        )
+    def _write(self, sub_program: SubProgram) -> Timeline:
+        """Append the function of a sub-program to the source; return what runs there."""
+        given, results = (", ".join(map(repr, some)) for some in (sub_program.given, sub_program.results))
         entrance = Unit("given", [f"[{given}] = given", "given.clear()"])
-        entrance.made = {var.storage: 0 for var in template.given}
+        entrance.made = {var.storage: 0 for var in sub_program.given}
         entrance.writes = frozenset(entrance.made)
-        entrance.defined = [(var.storage, repr(var)) for var in template.given]
-        first, units = self._calls(template.calls, template.given, {entrance: template.given})
-        line = in_line(units, frozenset(var.storage for var in template.results))
+        entrance.defined = [(var.storage, repr(var)) for var in sub_program.given]
+        first, units = self._calls(sub_program.calls, sub_program.given, {entrance: sub_program.given})
+        line = in_line(units, frozenset(var.storage for var in sub_program.results))
         body = list(lines_of(line, first))
         self._sites |= numbered(body, self._source.count("\n") + 2)
-        texts = [f"def {self._functions[template]}(given):", *(f"    {text}" for text, _ in body)]
+        texts = [f"def {self._functions[sub_program]}(given):", *(f"    {text}" for text, _ in body)]
         self._source += "\n".join([*texts, f"    return [{results}]", ""])
         return line
 
     def _lines(self, instr: Instr, fixed: Collection[Var]) -> list[str]:
         """Return the source of a call."""
-        if isinstance(instr.op, Template):
-            name = self._functions.setdefault(instr.op, f"template_{len(self._functions)}")
-            return self._together.made(instr, f"{name}(given)")
+        if isinstance(instr.op, SubProgram):
+            name = self._functions.setdefault(instr.op, f"sub_{len(self._functions)}")
+            return [f"{_target(instr.out, fixed)}{name}(given)"]
         call = f"{_target(instr.out, fixed)}{self._call(instr, instr.op)}"
         return [call, *(f"{var!r} = laid_out({var!r}, {var.spec.stride})" for var in unsure(instr))]
 

@@ -80,7 +80,6 @@ class Instr:
       backward: Whether autograd's backward made the call.
       inner: Whether the library made it on the way to a result, in a module's function or an optimizer.
       origin: What it is a part of; for a call of the backward, what the call is a part of that it differentiates.
-      region: What it is a part of that runs several times: the same name each time, then the number of this time.
     """
 
     op: Any
@@ -92,7 +91,6 @@ class Instr:
     backward: bool = False
     inner: bool = False
     origin: Origin = field(default_factory=Origin)
-    region: tuple[str, int] | None = None
     _inputs: Sequence[Var] | None = field(default=None, init=False, repr=False)
     _outputs: Sequence[Var] | None = field(default=None, init=False, repr=False)
 
@@ -141,11 +139,16 @@ class Instr:
             self._outputs = tuple(vars_in(self.out))
         return self._outputs
 
-    def again(self, new: Callable[[Var], Var], region: tuple[str, int] | None) -> Instr:
-        """Return the call with other variables, for a region."""
+    def again(self, new: Callable[[Var], Var]) -> Instr:
+        """Return the call with other variables."""
         (args, kwargs), out = map_arguments(new, self), map_vars(new, self.out)
         told = map_vars(new, self.writes), self.site, self.backward, self.inner, self.origin
-        return Instr(self.op, args, kwargs, out, *told, region)
+        return Instr(self.op, args, kwargs, out, *told)
+
+    def reading(self, new: Callable[[Var], Any]) -> Instr:
+        """Return the call with other arguments."""
+        args, kwargs = map_arguments(new, self)
+        return replace(self, args=args, kwargs=kwargs)
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         """Give the call other arguments."""
@@ -302,7 +305,7 @@ class Program:
             slots=list(map(new, self.slots)),
             inputs=list(map(new, self.inputs)),
             constants=[replace(constant, var=new(constant.var)) for constant in self.constants],
-            instrs=[one.again(new, one.region) for one in self.instrs],
+            instrs=[one.again(new) for one in self.instrs],
             new_state=list(map(new, self.new_state)),
             outputs=map_vars(new, self.outputs),
             reports=[replace(report, values=map_vars(new, report.values)) for report in self.reports],
@@ -371,7 +374,7 @@ def vars_in(value: Any) -> list[Var]:
         return [value]
     found: list[Var] = []
     if kind is tuple or kind is list:
-        if {*map(type, value)} == {Var}:  # what a template is given, or returns
+        if {*map(type, value)} == {Var}:  # what a sub-program is given, or returns
             return [*value]
         for item in value:
             kind = type(item)

@@ -22,7 +22,7 @@ from ..shards.transfers import is_between_ranks
 from ..stages.lower.costs import constant_costs, input_costs, metric_costs, slot_costs
 from ..stages.plan import Plan
 from ..stages.program import Instr, Program, Var
-from ..stages.template import calls_of
+from ..stages.sub_programs import calls_of
 from ..stages.work import bytes_of, flops_of
 from ..state.outline import columns
 from ..tensors.op_table import row_of

@@ -26,7 +26,7 @@ from ..stages.lower.costs import constant_costs, input_costs, metric_costs, slot
 from ..stages.plan import Plan, Replay
 from ..stages.program import Program
 from ..stages.run.replay import Stats
-from ..stages.template import unrolled
+from ..stages.sub_programs import unrolled
 from ..stages.trace.footprint import Inspection
 from ..stages.trace.recipe import BoundState, Recipe
 from ..stages.trace.runs import agree

@@ -12,7 +12,7 @@ from ..messages.units import size_of
 from ..stages.lifetimes import alive_at_peak
 from ..stages.program import Instr, Program, Var
 from ..stages.schedule import Schedule, schedule, temporaries
-from ..stages.template import unrolled
+from ..stages.sub_programs import unrolled
 from ..state.outline import columns
 
 __all__ = ["MemoryAnalysis", "Owner", "Peak", "memory_analysis"]

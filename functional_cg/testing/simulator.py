@@ -30,7 +30,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ..concurrency.interrupts import uninterrupted
 from ..concurrency.streams import current_stream
 from ..stages.plan import Before, Buffers, Plan, Spare
-from ..stages.run.warm_up import once
 from ..tensors.overlap import storage_key
 from .lanes import SimulatedLanes
 from .recorded import Address, Block, Call, Foreign, Memory
@@ -218,7 +217,7 @@ class Simulator:
 
     def _record(self, plan: Plan, buffers: Buffers, scratch: Callable[[], Spare]) -> _SimulatedReplay:
         spare = scratch()
-        warm = once(plan.bind(spare))
+        warm = plan.bind(spare)
         for _ in range(_WARM_UPS):
             spare.reset()
             warm(())

@@ -106,7 +106,6 @@ FILES = {
     "pipeline_tables": "tests/pipelines/test_tables.py",
     "pipeline_templates": "tests/pipelines/test_templates.py",
     "pipeline_groups": "tests/pipelines/test_groups.py",
-    "pipeline_together": "tests/pipelines/test_together.py",
     "transfers": "tests/pipelines/test_transfers.py",
     "reserve": "tests/test_reserve.py",
     "placements": "tests/sharding/test_placements.py",
@@ -605,7 +604,6 @@ HAZARDS = (
          "pipeline_blocks::test_a_program_is_the_one_that_is_recorded_call_by_call",
          "pipeline_groups::test_sums_in_one_group_have_one_order_on_all_ranks_as_they_will_run",
          "pipeline_templates::test_what_is_said_of_a_program_is_what_is_said_of_its_calls",
-         "pipeline_together::test_what_the_same_calls_read_has_one_name",
          "pipeline_tables::test_what_is_accepted_ends_and_what_is_refused_does_not",
          "pipeline_mistakes::test_another_schedule_is_noticed_at_the_next_call"),
     # lifecycle

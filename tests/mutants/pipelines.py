@@ -6,11 +6,11 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["PIPELINES"]
 
-BITS, BLOCKS, TABLES, MISTAKES, COMPILED, JUDGES, EVALUATION, TEMPLATES, GROUPS, TRANSFERS, TOGETHER = (
+BITS, BLOCKS, TABLES, MISTAKES, COMPILED, JUDGES, EVALUATION, TEMPLATES, GROUPS, TRANSFERS = (
     f"tests/pipelines/test_{name}.py::"
     for name in (
         "bitwise", "blocks", "tables", "mistakes", "compiled", "other_judges", "evaluation", "templates",
-        "groups", "transfers", "together",
+        "groups", "transfers",
     )
 )  # fmt: skip
 SEVERAL = "it takes several GPUs, or none"
@@ -84,7 +84,12 @@ PIPELINES = (
     Mutant(
         "N112 copies",
         "the calls that a trace copies for a micro-batch read the data of the first one",
-        (("in zip(self.given, given, strict=True):", "in zip(self.given, self.given, strict=True):"),),
+        (
+            (
+                "names: dict[Var, Any] = dict(zip(self.given, given, strict=True))",
+                "names: dict[Var, Any] = dict(zip(self.given, self.given, strict=True))",
+            ),
+        ),
         (
             f"{BLOCKS}test_other_losses[with_views]",
             f"{BLOCKS}test_what_a_block_is_given_must_be_as_distinct_as_before",
@@ -113,12 +118,9 @@ PIPELINES = (
     ),
     Mutant(
         "N112 compiled",
-        "the function that is compiled for a stage gets the arguments of the first micro-batch each time",
-        (("(one.inputs), {}, column, (), None)", "(first.inputs), {}, column, (), None)"),),
-        (
-            f"{COMPILED}test_a_stage_is_compiled_once_whatever_the_number_of_micro_batches[features0]",
-            f"{COMPILED}test_a_function_is_compared_as_often_whatever_the_number_of_micro_batches",
-        ),
+        "a function that is compiled once for equal parts gets the arguments of the first of them each time",
+        (("(one.inputs), {}, one.outputs, (), None)", "(first.inputs), {}, one.outputs, (), None)"),),
+        ("tests/test_parts.py::test_a_leaf_is_written_after_its_last_reader",),
         no_gpu=SEVERAL,
     ),
     Mutant(
@@ -149,26 +151,12 @@ PIPELINES = (
         no_gpu=SEVERAL,
     ),
     Mutant(
-        "N112 lists",
-        "what a stage hands on to its backward is one list though some of it is read elsewhere, too",
-        (("len(readers[var]) == len(ends) and var not in kept for", "var not in kept for"),),
-        (f"{TOGETHER}test_what_the_same_calls_read_has_one_name[read once more-2]",),
-        no_gpu=SEVERAL,
-    ),
-    Mutant(
-        "N112 places",
-        "what two kinds of forwards hand on is taken from the same places, in the order of one of them",
-        (("if len(others) < len(ends):", "if False:"),),
-        (f"{TOGETHER}test_what_the_same_calls_read_has_one_name[two forwards-2]",),
-        no_gpu=SEVERAL,
-    ),
-    Mutant(
         "N112 numbers",
         "a number that differs between ranks counts on the first micro-batch alone",
         (
             (
-                '            told = dict.fromkeys(others.get(number, ()), f"a number of Python in {instr.op}")\n',
-                "            told = dict[str, str]()\n",
+                "differs.note([var], given, {**inside.of(mine), **told})",
+                "differs.note([var], given, inside.of(mine))",
             ),
         ),
         (f"{TEMPLATES}test_a_number_that_differs_between_ranks_counts_where_a_template_is_called",),

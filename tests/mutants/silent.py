@@ -555,7 +555,12 @@ SILENT = (
     Mutant(
         "N231",
         "flags that are asserted may be computed from anything",
-        (("var in (*instr.writes, *instr.outputs())), read)", "var in ranged), read)"),),
+        (
+            (
+                "(instr.inputs(), (*instr.writes, *instr.outputs()), ranged)",
+                "(instr.inputs(), ranged, ranged)",
+            ),
+        ),
         ("tests/test_unchecked.py::test_what_may_hold_any_value[what is asserted]",),
         no_gpu="it is found in the program",
     ),

@@ -16,7 +16,7 @@ import functional_cg as fcg
 from functional_cg.ambient.rehearsal import repeated, tensor_of
 from functional_cg.stages import blocks
 from functional_cg.stages.blocks import Blocks
-from functional_cg.stages.template import Template, unrolled
+from functional_cg.stages.sub_programs import SubProgram, unrolled
 from functional_cg.stages.trace.twice import refuse_another_call
 from functional_cg.testing import assert_trees_all_equal
 from tests.operations import COMMON
@@ -28,14 +28,18 @@ from tests.shares import diagonal, few, share, thorough
 def everything(program: Any) -> list[Any]:
     """All that a program says: each call with its variables, where they lie, and where it comes from."""
     program = unrolled(program)
+    first = {str(one.value): one.var for one in reversed(program.constants)}
+    one_of = {one.var: first[str(one.value)] for one in program.constants}  # of equal literals
+    program.instrs = [one.again(lambda var: one_of.get(var, var)) for one in program.instrs]
+    program.constants = [one for one in program.constants if one_of[one.var] is one.var]
     calls = [
         (
             [(var.index, var.storage, var.offset, var.fills) for var in (*one.inputs(), *one.outputs())],
-            *(one.writes, one.site, one.backward, one.inner, one.origin, one.region),
+            *(one.writes, one.site, one.backward, one.inner, one.origin),
         )
         for one in program.instrs
     ]
-    literals = [(str(one.var), one.name, one.value.tolist()) for one in program.constants]
+    literals = [(str(one.var), one.value.tolist()) for one in program.constants]
     return [program.as_text(), str(calls), literals, list(map(str, program.reports))]
 
 
@@ -224,7 +228,7 @@ def test_a_block_is_copied_where_its_layouts_are_those_of_before(
     parts: Sequence[slice], act: Any, times: int, recorded: Counter[int]
 ) -> None:
     def function(x: Tensor) -> Any:
-        found = [repeated("block", act, [x[part]], number) for number, part in enumerate(parts)]
+        found = [repeated("block", act, [x[part]]) for part in parts]
         return [tensor_of(one).sum() for of_part in found for one in of_part]
 
     x = torch.arange(18.0).reshape(6, 3)
@@ -237,7 +241,7 @@ def test_what_a_block_is_given_must_be_as_distinct_as_before(recorded: Counter[i
 
     def function(x: Tensor) -> Any:
         pairs = [(x, x), (x, x + 1), (x + 2, x)]
-        found = [repeated("block", lambda g: [g[0] * 2 - g[1]], pair, n) for n, pair in enumerate(pairs)]
+        found = [repeated("block", lambda g: [g[0] * 2 - g[1]], pair) for pair in pairs]
         return [tensor_of(one) for (one,) in found]
 
     x = torch.arange(3.0)
@@ -257,7 +261,7 @@ def test_what_a_block_is_given_must_be_as_distinct_as_before(recorded: Counter[i
 def test_what_a_block_is_given_must_lie_as_before(pairs: Any, times: int, recorded: Counter[int]) -> None:
     def function(x: Tensor, y: Tensor) -> Any:
         given = pairs(x, y)
-        found = [repeated("block", lambda g: [g[0] * 2 - g[1]], pair, n) for n, pair in enumerate(given)]
+        found = [repeated("block", lambda g: [g[0] * 2 - g[1]], pair) for pair in given]
         return [tensor_of(one) for (one,) in found]
 
     x, y = torch.arange(4.0), torch.arange(4.0, 8.0)
@@ -267,7 +271,7 @@ def test_what_a_block_is_given_must_lie_as_before(pairs: Any, times: int, record
 
 def test_a_block_that_is_given_something_else_in_a_second_trace_is_refused() -> None:
     program = lowered(Run("1f1b", ("tied",), cuts=(1,)))
-    number = next(n for n, one in enumerate(program.instrs) if isinstance(one.op, Template))
+    number = next(n for n, one in enumerate(program.instrs) if isinstance(one.op, SubProgram))
     instr = program.instrs[number]
     refuse_another_call(program, number, instr)
     first, second, *others = instr.args[0]
@@ -282,11 +286,11 @@ def test_a_block_that_writes_what_it_is_given_is_recorded_each_time(recorded: Co
 
     def function(x: Tensor) -> Any:
         own = [x + 1, x + 2, x + 3]
-        return [tensor_of(repeated("block", lambda g: [g[0].mul_(2)], [o], n)[0]) for n, o in enumerate(own)]
+        return [tensor_of(repeated("block", lambda g: [g[0].mul_(2)], [o])[0]) for o in own]
 
     def refused(state: Any) -> Any:
-        for number, one in enumerate((state["w"] + 1, state["w"])):
-            repeated("block", lambda g: [g[0].mul_(2)], [one], number)
+        for one in (state["w"] + 1, state["w"]):
+            repeated("block", lambda g: [g[0].mul_(2)], [one])
         return state, {}
 
     x = torch.arange(3.0)
@@ -301,8 +305,8 @@ def test_results_of_blocks_are_tensors_where_one_is_asked_for() -> None:
 
     def function(x: Tensor) -> Any:
         total: Any = x[0]
-        for number, row in enumerate(x):
-            whole, half = repeated("block", lambda g: [t := g[0] + g[1], t[1:]], [total, row], number)
+        for row in x:
+            whole, half = repeated("block", lambda g: [t := g[0] + g[1], t[1:]], [total, row])
             total = whole
         tensor_of(half).mul_(2)
         return tensor_of(whole), tensor_of(half)
@@ -321,8 +325,7 @@ def test_memory_of_a_result_is_as_large_as_at_first() -> None:
 
     def function(x: Tensor) -> Any:
         found = [
-            (repeated("some", act, [row], n), repeated("others", act, [row.repeat(2)], n), row.neg())
-            for n, row in enumerate(x)
+            (repeated("some", act, [row]), repeated("others", act, [row.repeat(2)]), row.neg()) for row in x
         ]
         parts = [[tensor_of(one) for one in (*some, *others)] for some, others, _ in found]
         sizes.extend([one.untyped_storage().nbytes() for one in of_row] for of_row in parts)

@@ -1,10 +1,10 @@
-"""What a trace makes again is one call of a template: what is said of that holds of all the calls it stands for."""
+"""What a trace makes again is one call of a sub-program: what is said of that holds of all the calls it stands for."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_cg as fcg
 from functional_cg import optim, sharding
@@ -22,9 +21,8 @@ from functional_cg.stages.blocks import Blocks
 from functional_cg.stages.plan import AtenPlan, Buffers, lower_aten
 from functional_cg.stages.program import Instr, Program, Var
 from functional_cg.stages.run.allocations import events
-from functional_cg.stages.run.warm_up import once
 from functional_cg.stages.schedule import Schedule, schedule
-from functional_cg.stages.template import Template, unrolled
+from functional_cg.stages.sub_programs import SubProgram, unrolled
 from functional_cg.stages.trace.footprint import inspection_of
 from functional_cg.stages.trial.unchecked import Unchecked
 from functional_cg.state.arena import BufferSpec
@@ -45,7 +43,7 @@ def lowered(run: Run) -> Any:
 
 
 def templates_of(program: Program) -> list[Instr]:
-    return [instr for instr in program.instrs if isinstance(instr.op, Template)]
+    return [instr for instr in program.instrs if isinstance(instr.op, SubProgram)]
 
 
 @pytest.mark.parametrize("features", share([("dropout", "aux"), ("tied",)], 2))
@@ -86,49 +84,6 @@ def zeros(variables: Sequence[Var]) -> list[Tensor]:
     return [torch.zeros(var.spec.shape, dtype=var.spec.dtype) for var in variables]
 
 
-class Products(TorchDispatchMode):
-    """Counts products of matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten.mm.default
-        return func(*args, **kwargs or {})
-
-
-def test_a_warm_up_computes_as_much_whatever_the_number_of_micro_batches() -> None:
-    counts = {}
-    for microbatches in (3, 6):
-        found = lowered(Run("1f1b", ("tied",), cuts=(2,), microbatches=microbatches))
-        program = found.program
-        constants = [constant.value for constant in program.constants]
-        run = found.plan.bind(Buffers(zeros(program.slots), zeros(program.inputs), constants))
-        for name, one in (("whole", run), ("warm-up", once(run))):
-            with torch.no_grad(), Products() as products:
-                one(())
-            counts[name, microbatches] = products.count
-    assert counts["whole", 6] == 2 * counts["whole", 3]
-    assert counts["warm-up", 6] == counts["warm-up", 3] == 2 * counts["whole", 3] // 3
-
-
-def test_a_warm_up_computes_again_what_was_written_since() -> None:
-    def counted(given: list[Tensor]) -> list[Tensor]:
-        calls.append(len(given))
-        return [given[0] + 1]
-
-    def run(before: Any, *, template_0: Any = counted) -> Sequence[Tensor]:
-        made = [template_0([torch.ones(1)])[0] for _ in range(3)]
-        made[-1].add_(1)
-        return [*made, template_0([torch.ones(1)])[0]]
-
-    calls: list[int] = []
-    found = once(run)(())
-    assert calls == [1, 1]
-    assert [float(one) for one in found] == [3.0, 3.0, 3.0, 2.0]
-
-
 @each_variant
 def test_what_is_said_of_a_program_is_what_is_said_of_its_calls(run: Run) -> None:
     """Which values may be any, what is read and drawn, over which ranks each new leaf may differ."""
@@ -146,11 +101,11 @@ def test_what_is_said_of_a_program_is_what_is_said_of_its_calls(run: Run) -> Non
 
 
 def test_all_that_a_checked_result_is_made_of_is_checked() -> None:
-    """By a template, too: an index is out of range because of either of the two that it is a sum of."""
+    """By a sub-program, too: an index is out of range because of either of the two that it is a sum of."""
 
     def function(x: Tensor, y: Tensor, i: Tensor, j: Tensor) -> Any:
         pairs = [(x.long(), y.long()), (i, j)]
-        out = [repeated("block", lambda g: [g[0] + g[1], g[1] * 2], pair, n) for n, pair in enumerate(pairs)]
+        out = [repeated("block", lambda g: [g[0] + g[1], g[1] * 2], pair) for pair in pairs]
         return x[tensor_of(out[1][0])], tensor_of(out[1][1])
 
     x, i = torch.ones(3), torch.tensor([0, 1, 2])
@@ -167,6 +122,7 @@ def test_a_rewritten_program_makes_the_calls_of_one_that_is_recorded(
 ) -> None:
     plans = [schedule(unrolled(lowered(run).program))]
     monkeypatch.setattr(Blocks, "again", lambda *args: None)
+    monkeypatch.setattr(Blocks, "fold", lambda blocks: None)
     plans.append(schedule(lowered(run).program))
     calls = [[str(instr.op) for instr in plan.head] for plan in plans]
     assert calls[0] == calls[1]
@@ -177,7 +133,7 @@ def test_a_rewritten_program_makes_the_calls_of_one_that_is_recorded(
 
 @pytest.mark.parametrize("schedule", share(["zero_bubble", *CUTS], 9))
 def test_what_a_plan_allocates_is_what_its_calls_do(schedule: str) -> None:
-    """Of large values: those that a template keeps for itself, is given and hands on."""
+    """Of large values: those that a sub-program keeps for itself, is given and hands on."""
     stages = len(CUTS[schedule]) + 1
     shape = Shape(llama=True, layers=4, width=256, wide=512, heads=4, groups=2, time=2048, vocab=512)
     job = Job(shape, stages, 1, rows=1, microbatches=4, schedule=schedule, per_rank=1)
@@ -202,27 +158,16 @@ def in_groups(found: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     return [sorted(group) for _, group in groupby(found, lambda one: one[1] > 0 and one)]
 
 
-def block_of(act: Callable[[list[Tensor]], list[Tensor]], *given: Tensor) -> Instr:
-    """The call of a template that stands for a block which is made a second time."""
-
-    def function(*given: Tensor) -> Any:
-        out = [repeated("block", act, [one + number for one in given], number) for number in range(2)]
-        return [tensor_of(one) for of_one in out for one in of_one]
-
-    (instr,) = templates_of(fcg.graph_fn(function, lowering="aten").lower(*given).reference.program)
-    return instr
-
-
 def test_a_number_that_differs_between_ranks_counts_where_a_template_is_called() -> None:
     def program(number: float) -> Program:
         def function(x: Tensor) -> Any:
-            out = [repeated("block", lambda g: [g[0] * number + 1], [x + n], n) for n in range(2)]
+            out = [repeated("block", lambda g: [g[0] * number + 1], [x + n]) for n in range(2)]
             return [tensor_of(one) for (one,) in out]
 
         return fcg.graph_fn(function, lowering="aten").lower(torch.tensor(1.0)).reference.program
 
     one, other = program(2.0), program(3.0)
-    place = one.instrs.index(templates_of(one)[0])
+    place = one.instrs.index(templates_of(one)[1])
     words = list(zip(told_apart(one), told_apart(other), strict=True))
     assert words[place][0] != words[place][1]
     specs = [var.spec for var in one.slots]
@@ -259,9 +204,9 @@ def test_a_template_frees_what_it_is_given_after_its_last_use() -> None:
     def call(op: Any, given: Var, out: Var) -> Instr:
         return Instr(op, (given,), {}, [out], (), None)
 
-    template = Template("block", [d], [call(first, d, e), call(second, e, f)], [f])
+    template = SubProgram("block", [d], [call(first, d, e), call(second, e, f)], [f])
     program = Program("step", [], [], [a], outputs=[c])
-    plan = AtenPlan(program, Schedule([call(maker, a, b), template.call([b], [c], (0, 0), 1)], outputs=[c]))
+    plan = AtenPlan(program, Schedule([call(maker, a, b), template.call([b], [c], (0, 0))], outputs=[c]))
     taken = maker.__call__
 
     def made_by(one: Tensor) -> Sequence[Tensor]:
@@ -298,7 +243,7 @@ def test_results_that_are_one_value_and_what_nobody_reads_are_left_out() -> None
         return [kept, kept.detach(), x.detach(), y.sin().cos(), kept.log()]
 
     def function(x: Tensor, y: Tensor) -> Any:
-        out = [repeated("block", act, [x + number, y + number], number) for number in range(3)]
+        out = [repeated("block", act, [x + number, y + number]) for number in range(3)]
         return [tensor_of(one).neg() for kept, same, again, _, log in out for one in (kept, same, again, log)]
 
     x, y = torch.arange(3.0), torch.ones(3)
@@ -306,4 +251,4 @@ def test_results_that_are_one_value_and_what_nobody_reads_are_left_out() -> None
     fcg.testing.assert_trees_all_equal(step(x, y), function(x, y))
     for instr in templates_of(step.lower(x, y).program):
         assert [one.name for one in instr.op.calls] == ["exp", "log"]
-        assert (len(instr.op.given), len(instr.op.results)) == (1, 2)
+        assert len(instr.op.results) == 2

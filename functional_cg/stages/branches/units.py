@@ -36,7 +36,7 @@ __all__ = [
 Memory = int | str
 
 GENERATOR, LINK, _CHECKS = "generator", "link", "checks"
-GIVEN = "given"  # the list that a template takes, with all that nobody else holds
+GIVEN = "given"  # the list that a sub-program takes, with all that nobody else holds
 _MOVING = frozenset(f"aten::{name}_" for name in ("resize", "resize_as", "set"))
 
 

@@ -8,8 +8,6 @@ writes no slot, and ATen calls commit what it returns.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import torch
 
 from ...options import Options
+from ...shards.transfers import TRANSFERS
 from ..branches.choice import choose, in_advance
 from ..branches.listing import in_line
 from ..branches.order import beside_collectives, launches_of
@@ -25,17 +24,15 @@ from ..passes.out_of_place import write_out_of_place
 from ..passes.recompute import keep_as_buffers, recompute
 from ..passes.summed_products import join_summed_products
 from ..plan import AtenPlan, Plan, Spread, lower_aten
-from ..program import Instr, Program, Var, highest, map_arguments
-from ..schedule import Schedule, schedule
-from ..template import calls_of
+from ..program import Program
+from ..schedule import schedule
+from ..sub_programs import SubProgram, calls_of
 from ..trial.reference import Reference
-from .functions import Compiler, FunctionsPlan, Head, checked, head_of
-from .graph import Entrance
-from .in_place import SMALL, InPlacePlan, collects, largest
+from .functions import Compiler, FunctionsPlan, checked, collects, whole
+from .in_place import SMALL, InPlacePlan, largest
 from .inductor import start_workers
 from .known_masks import use_known_masks
-from .parts import in_parts
-from .regions import in_regions
+from .parts import by_sub_programs, in_parts
 
 __all__ = ["announce", "lower", "prepare", "without_lanes"]
 
@@ -85,10 +82,9 @@ def _compiled(
     program: Program, device: torch.device, options: Options, reference: Reference, *, lanes: bool
 ) -> Plan:
     on_gpu, choice = device.type == "cuda", options.lowering
-    if any(instr.region for instr in program.instrs):
-        return in_regions(program, device, None if isinstance(choice, str) else choice, reference)
-    program.instrs = calls_of(program.instrs)
     compiler = None if isinstance(choice, str) else choice
+    if _in_stages(program):
+        return by_sub_programs(program, device, compiler, reference)
     on_lanes = lanes and compiler is None  # on a CPU, simulated ones: it stands for a GPU
     if on_gpu or on_lanes:
         prepare(program, budget=options.activation_memory_budget)
@@ -106,6 +102,11 @@ def _compiled(
     if not in_place:
         return _as_head(program, device, compiler, reference)
     return InPlacePlan(program, device, spread, why)
+
+
+def _in_stages(program: Program) -> bool:
+    """Whether a program runs the stages of a pipeline."""
+    return any(isinstance(one.op, SubProgram) or one.op in TRANSFERS for one in program.instrs)
 
 
 def without_lanes(device: torch.device, backend: Any) -> str:
@@ -149,7 +150,7 @@ def _not_unasked(program: Program) -> str:
     A step on lanes is rehearsed and measured before its capture. So ranks have to agree on that, or one would wait for
     the others.
     """
-    if collects(program) or any(instr.region for instr in program.instrs):
+    if collects(program) or _in_stages(program):
         return "beside collectives a number of lanes has to be asked for"
     return _FULL if largest(program) > SMALL else ""
 
@@ -179,45 +180,5 @@ def _as_head(
     # A compiler drops calls without results, so checks run outside of it, before the commit.
     checks = [instr for instr in plan.head if instr.checks]
     plan = replace(plan, head=[instr for instr in plan.head if not instr.checks])
-    born = {var for instr in plan.head for var in instr.outputs()}
-    read = (var for instr in (*checks, *plan.fused) for var in instr.inputs() if var in born)
-    handed_on = list(dict.fromkeys([*read, *(new for _, new in plan.commits)]))
-    entrance = Entrance.of(program, plan, handed_on=handed_on)
-    head = head_of(
-        program, plan, compiler, device, program.function,
-        entrance=entrance, handed_on=handed_on, metrics=len(plan.outputs), in_order=collects(program),
-    )  # fmt: skip
-    return FunctionsPlan(
-        program, scheduled, _around(head, program, plan, handed_on, checks), device, reference, [head]
-    )
-
-
-def _around(
-    head: Head, program: Program, plan: Schedule, handed_on: Sequence[Var], checks: Sequence[Instr]
-) -> Schedule:
-    """Return the schedule that calls a compiled head, runs the checks, and commits the values it hands on."""
-    index, storage = highest(program)
-    number = itertools.count(1)
-
-    def fresh(var: Var) -> Var:
-        n = next(number)
-        return replace(var, index=index + n, storage=storage + n, offset=0, fills=True)
-
-    metrics = [fresh(var) for var in plan.outputs]
-    names = {var: fresh(var) for var in handed_on}
-
-    def new(var: Var) -> Var:
-        return names.get(var, var)
-
-    def renamed(instr: Instr) -> Instr:
-        args, kwargs = map_arguments(new, instr)
-        return replace(instr, args=args, kwargs=kwargs)
-
-    fused = list(map(renamed, plan.fused))
-    call = Instr(head, tuple(head.takes), {}, [*metrics, *names.values()], (), None)
-    return Schedule(
-        [call, *map(renamed, checks)],
-        fused,
-        [(old, names[value]) for old, value in plan.commits],
-        outputs=metrics,
-    )
+    head, runs = whole(program, plan, checks, compiler, device, in_place=False)
+    return FunctionsPlan(program, scheduled, runs, device, [head], raised_at=reference.raises_at)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,24 +16,30 @@ from torch import Tensor, fx
 from ...ambient.modes import ordinary, without_gradients
 from ...errors import CaptureError
 from ...errors.words import words_of
+from ...shards.transfers import is_between_ranks
 from ...state.outline import count
 from ...tensors.overlap import storage_key
 from ..layouts import laid_out
 from ..passes.bounds import check_values
+from ..passes.equal_calls import frozen, frozen_call
 from ..plan import AtenPlan, Buffers
-from ..program import Instr, Program, Var
+from ..program import Instr, Program, Var, highest
 from ..schedule import Schedule
-from ..template import Template
+from ..sub_programs import SubProgram
 from ..trial.judge import miscompiled
-from ..trial.reference import Reference
 from ..trial.trial import See
 from .arguments import by_itself, like, tensors_of
 from .graph import Entrance, build_graph
 from .inductor import compile_graph
 
-__all__ = ["Compiler", "FunctionsPlan", "Head", "Results", "by_inductor", "checked", "head_of"]
+__all__ = [
+    "Compiler", "FunctionsPlan", "Head", "Part", "Results", "by_inductor", "checked", "collects", "compiled_once",
+    "grouped", "whole",
+]  # fmt: skip
 
 Compiler = Callable[..., Any]
+_AS_STRIDED = torch.ops.aten.as_strided.default
+_ALIGNMENT = 16  # bytes; a compiled function copies an argument that is aligned to fewer
 
 
 def by_inductor(
@@ -146,16 +154,24 @@ class Head:
     """A compiled function as an op: its results never alias an argument.
 
     Args:
-      part: The program that it computes.
-      graph: What to compile.
-      compiler: ``compiler(graph_module, example_inputs) -> callable``.
-      takes: The variables of its arguments.
-      results: The variables of those of its results that are used.
-      metrics: How many of them leave the step; each of these gets separate memory.
-      known: Whether the compiler is the built-in one, whose results never alias an argument.
-      program: As for :class:`Results`.
+      part: What it computes.
+      plan: Its schedule.
+      compiler: ``compiler(graph_module, example_inputs) -> callable``; None for inductor, whose results never alias an
+        argument.
+      device: Where it runs.
+      step: Name of the step.
+      entrance: How the state enters, for a whole program; None for a part of one, whose results lie as traced.
+      handed_on: As for :func:`build_graph`, like ``writes``.
+      writes: Likewise.
+      metrics: How many of its first results leave the step; each of these gets separate memory.
+      in_order: Whether calls between ranks keep their order.
+      small: Whether its run time is bound by launches.
+      suit: Rewrites the graph in place.
 
     Attributes:
+      graph: What to compile.
+      takes: The variables of its arguments.
+      expected: What it has to return.
       compiled: What the compiler returned; None before.
       after: If there: called with the arguments and the results of each call.
     """
@@ -167,39 +183,52 @@ class Head:
     def __init__(
         self,
         part: Program,
-        graph: fx.GraphModule,
-        compiler: Compiler,
+        plan: Schedule,
+        compiler: Compiler | None,
+        device: torch.device,
+        step: str,
         *,
-        takes: Sequence[Var],
-        results: Sequence[Var],
-        metrics: int,
-        known: bool,
-        program: Program | None,
+        entrance: Entrance | None = None,
+        handed_on: Sequence[Var] = (),
+        writes: Sequence[tuple[Var, Var]] = (),
+        metrics: int = 0,
+        in_order: bool = True,
+        small: bool = False,
+        suit: Callable[[fx.Graph], object] | None = None,
     ) -> None:
-        self.part, self.graph, self.takes, self._compiler = part, graph, takes, compiler
-        self._results, self._metrics, self._known = results, metrics, known
-        self._expected = Results(part.function, results, program)
+        given, of_part = entrance or Entrance([], {}, []), entrance is None
+        self.part, self.takes, self._metrics, self._known = part, given.takes(part), metrics, compiler is None
+        self.graph = build_graph(part, plan, given, handed_on=handed_on, writes=writes, as_traced=of_part)
+        if suit is not None:
+            suit(self.graph.graph)
+            self.graph.recompile()
+        on_host = device.type == "cpu"
+        self._compiler = compiler or partial(
+            by_inductor, step, on_host=on_host, small=small, in_order=in_order
+        )
+        self._results = [*plan.outputs, *handed_on]
+        self.expected = Results(part.function, self._results, None if of_part else part)
         self.compiled: Callable[..., Any] | None = None
         self.after: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None
 
     def __str__(self) -> str:
         return f"compiled.{self.part.function.replace(' ', '_')}"
 
-    def compile(self, known: Mapping[Var, Tensor]) -> None:
+    def compile(self, known: Mapping[Var, Tensor], **options: bool) -> None:
         """Compile it, unless it is; for those of its arguments that are known, and for others of their layout."""
         if self.compiled is not None:
             return
         arguments = [by_itself(known[var]) if var in known else like(var) for var in self.takes]
         with ordinary():
             without_gradients()
-            self.compiled = self._compiler(self.graph, arguments)
+            self.compiled = self._compiler(self.graph, arguments, **options)
 
     def __call__(self, *arguments: Tensor) -> list[Tensor]:
         assert self.compiled is not None
         with ordinary():
             without_gradients()
             results = self.compiled(*arguments)[: len(self._results)]
-        results = self._expected.as_traced(results)
+        results = self.expected.as_traced(results)
         taken = set() if self._known else {storage_key(one) for one in arguments}
         apart = []
         for position, result in enumerate(results):
@@ -212,51 +241,152 @@ class Head:
         return apart
 
 
-def head_of(
-    part: Program,
-    plan: Schedule,
+@dataclass(eq=False)
+class Part:
+    """Calls that one compiled function runs.
+
+    Attributes:
+      calls: The calls.
+      inputs: What it reads and writes of others, in order of first use.
+      outputs: What others read of it, first what leaves the step.
+      commits: Pairs (slot, new value) that it writes at its end.
+      metrics: How many of its outputs leave the step.
+      before: Views among its inputs, to be taken before it runs.
+      after: Views of its outputs, to be taken after it.
+      name: Name of the function; empty if its number will do.
+    """
+
+    calls: list[Instr]
+    inputs: list[Var] = field(default_factory=list)
+    outputs: list[Var] = field(default_factory=list)
+    commits: list[tuple[Var, Var]] = field(default_factory=list)
+    metrics: int = 0
+    before: list[Instr] = field(default_factory=list)
+    after: list[Instr] = field(default_factory=list)
+    name: str = ""
+
+    def signature(self, slots: Collection[Var] = ()) -> Hashable:
+        """Return what is equal only for parts whose calls are equal up to the names of variables.
+
+        Args:
+          slots: The slots of the program.
+        """
+        numbers: dict[Var, int] = {}
+        memory: dict[int, int] = {}
+        for var in (*self.inputs, *(made for instr in self.calls for made in instr.outputs())):
+            numbers.setdefault(var, len(numbers))
+            memory.setdefault(var.storage, len(memory))
+        start: dict[int, int] = {}
+        for var in numbers:
+            start.setdefault(var.storage, var.offset)
+        strided = any(
+            instr.op is _AS_STRIDED for instr in self.calls
+        )  # its offset counts from the first element
+        layouts = tuple(
+            (
+                var.spec,
+                memory[var.storage],
+                var.offset - (0 if strided else start[var.storage]),
+                var.offset * var.spec.dtype.itemsize % _ALIGNMENT,
+                var.fills,
+                var in slots,
+            )
+            for var in numbers
+        )
+        calls = tuple(frozen_call(instr, numbers.__getitem__) for instr in self.calls)
+        made = [(instr.out, instr.writes) for instr in self.calls]
+        others = frozen([made, self.outputs, self.commits], numbers.__getitem__)
+        return len(self.inputs), self.metrics, layouts, calls, others
+
+
+def grouped(parts: Iterable[Part], slots: Collection[Var] = ()) -> list[list[Part]]:
+    """Return the parts, those that can share a compiled function together."""
+    alike: dict[Hashable, list[Part]] = {}
+    for part in parts:
+        alike.setdefault(part.signature(slots), []).append(part)
+    return [*alike.values()]
+
+
+def compiled_once(
+    alike: Iterable[Sequence[Part]],
     compiler: Compiler | None,
     device: torch.device,
     step: str,
-    *,
-    entrance: Entrance | None = None,
-    handed_on: Sequence[Var] = (),
-    writes: Sequence[tuple[Var, Var]] = (),
-    metrics: int = 0,
-    in_order: bool = True,
-    suit: Callable[[fx.Graph], object] | None = None,
-) -> Head:
-    """Return a function that is still to be compiled.
+    **options: Any,
+) -> tuple[list[Head], dict[Part, list[Instr]]]:
+    """Return a function for each group of equal parts, and for each part what calls it.
 
     Args:
-      part: What it computes.
-      plan: Its schedule.
-      compiler: Compiles it; None for inductor.
-      device: Where it runs.
-      step: Name of the step.
-      entrance: How the state enters, for a whole program; None for a part of one, whose results lie as traced.
-      handed_on: As for :func:`build_graph`, like ``writes``.
-      writes: Likewise.
-      metrics: How many of its first results leave the step.
-      in_order: Whether calls between ranks keep their order.
-      suit: Rewrites the graph in place.
+      alike: The groups.
+      compiler: As for :class:`Head`, like all that follows.
+      device: Likewise.
+      step: Likewise.
+      options: Likewise.
     """
-    given = entrance or Entrance([], {}, [])
-    graph = build_graph(part, plan, given, handed_on=handed_on, writes=writes, as_traced=entrance is None)
-    if suit is not None:
-        suit(graph.graph)
-        graph.recompile()
-    on_host = device.type == "cpu"
-    return Head(
-        part,
-        graph,
-        compiler or partial(by_inductor, step, on_host=on_host, small=False, in_order=in_order),
-        takes=given.takes(part),
-        results=[*plan.outputs, *handed_on],
-        metrics=metrics,
-        known=compiler is None,
-        program=None if entrance is None else part,
-    )
+    heads: list[Head] = []
+    calls: dict[Part, list[Instr]] = {}
+    for first, *others in alike:
+        name = first.name or f"part_{len(heads) + 1}"
+        part = Program(name, [], [], first.inputs, instrs=first.calls, outputs=[*first.outputs])
+        computed = Schedule(checked(part, first.calls, compiler, device), outputs=first.outputs)
+        given: Any = {"writes": first.commits, "metrics": first.metrics, **options}
+        heads.append(Head(part, computed, compiler, device, step, **given))
+        for one in (first, *others):
+            call = Instr(heads[-1], tuple(one.inputs), {}, one.outputs, (), None)
+            calls[one] = [*one.before, call, *one.after]
+    return heads, calls
+
+
+def whole(
+    program: Program,
+    plan: Schedule,
+    after: Sequence[Instr],
+    compiler: Compiler | None,
+    device: torch.device,
+    *,
+    in_place: bool,
+    **options: Any,
+) -> tuple[Head, Schedule]:
+    """Return a function that computes a whole program, and the schedule that calls it, then others, and commits.
+
+    Args:
+      program: The program.
+      plan: Its schedule.
+      after: Calls that are made after the function, in front of the commit.
+      compiler: As for :class:`Head`, like ``device`` and ``options``.
+      device: Likewise.
+      in_place: Whether the function writes the slots.
+      options: Likewise.
+    """
+    born = {var for instr in plan.head for var in instr.outputs()}
+    read = (var for instr in (*after, *plan.fused) for var in instr.inputs() if var in born)
+    inside, outside = (plan.commits, []) if in_place else ([], plan.commits)
+    given: Any = {"handed_on": list(dict.fromkeys([*read, *(new for _, new in outside)])), "writes": inside}
+    entrance, metrics = Entrance.of(program, plan, **given), 0 if in_place else len(plan.outputs)
+    options = {**given, **options, "entrance": entrance, "metrics": metrics, "in_order": collects(program)}
+    head = Head(program, plan, compiler, device, program.function, **options)
+    index, storage = highest(program)
+    number = itertools.count(1)
+
+    def fresh(var: Var) -> Var:
+        n = next(number)
+        return replace(var, index=index + n, storage=storage + n, offset=0, fills=True)
+
+    outputs = list(map(fresh, plan.outputs))
+    names = {var: fresh(var) for var in given["handed_on"]}
+
+    def new(var: Var) -> Var:
+        return names.get(var, var)
+
+    call = Instr(head, tuple(head.takes), {}, [*outputs, *names.values()], (), None)
+    calls = [call, *(instr.reading(new) for instr in after)]
+    fused = [instr.reading(new) for instr in plan.fused]
+    return head, Schedule(calls, fused, [(old, names[value]) for old, value in outside], outputs=outputs)
+
+
+def collects(program: Program) -> bool:
+    """Whether a program has collectives or transfers."""
+    return any(is_between_ranks(instr.op) for instr in program.instrs)
 
 
 def checked(
@@ -274,11 +404,11 @@ class FunctionsPlan(AtenPlan):
       plan: Its schedule.
       runs: The same, with calls of compiled functions in place of those that they compute.
       device: Where it runs.
-      reference: The program as traced, which finds the user's line for an exception from a compiled function.
       heads: The functions.
       copies: As for :class:`Plan`, like ``shared``.
       shared: Likewise.
       one_by_one: Whether each function is compared with its calls by itself.
+      options: As for :class:`AtenPlan`.
     Attributes:
       times: How often a run calls each of the functions.
     """
@@ -291,17 +421,17 @@ class FunctionsPlan(AtenPlan):
         plan: Schedule,
         runs: Schedule,
         device: torch.device,
-        reference: Reference,
         heads: Sequence[Head],
         *,
         copies: bool = True,
         shared: Sequence[str] = (),
         one_by_one: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(program, runs, raised_at=reference.raises_at)
+        super().__init__(program, runs, **options)
         self._device, self._heads, self.functions = device, heads, len(heads)
         self.schedule, self.copies, self.shared, self.one_by_one = plan, copies, shared, one_by_one
-        runs_of = (instr.op.calls if isinstance(instr.op, Template) else [instr] for instr in runs.head)
+        runs_of = (instr.op.calls if isinstance(instr.op, SubProgram) else [instr] for instr in runs.head)
         calls = Counter(instr.op for every in runs_of for instr in every if isinstance(instr.op, Head))
         self.times = [calls[head] for head in heads]
 
@@ -310,15 +440,15 @@ class FunctionsPlan(AtenPlan):
         texts = [f"{head}, which runs {count(times, 'time')}:\n{head.graph.code}" for head, times in pairs]
         return "\n".join([*texts, super().as_text()])
 
-    def _names(self, buffers: Buffers) -> dict[str, Any]:
-        program = self.program
-        known = tensors_of(program, buffers, self._device)
+    def _tensors(self, buffers: Buffers) -> dict[Var, Tensor]:
+        known = tensors_of(self.program, buffers, self._device)
+        self._compile(known)
+        return {var: by_itself(tensor) for var, tensor in known.items()}
+
+    def _compile(self, known: Mapping[Var, Tensor]) -> None:
+        """Compile the functions, given the tensors that are there before a run."""
         for head in self._heads:
             head.compile(known)
-        if not program.ranges:  # else their leaves have to lie in one slab
-            known = {var: by_itself(tensor) for var, tensor in known.items()}
-        variables = program.slots, program.inputs, [constant.var for constant in program.constants]
-        return super()._names(Buffers(*([known[var] for var in some] for some in variables)))
 
     @contextlib.contextmanager
     def watched(self, see: See) -> Iterator[None]:

@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ...ambient.modes import ordinary, without_gradients
 from ...concurrency.interrupts import uninterrupted
-from ...shards.transfers import is_between_ranks
 from ..branches.function import scope_of, spread_launches
 from ..branches.listing import in_line
 from ..branches.rehearsal import Lanes
 from ..branches.wrapper import UnknownStatement, Wrapper
-from ..evaluate import evaluate, evaluate_all
 from ..fx_passes.canonical import pick_by_comparison
 from ..fx_passes.cross_entropy import rewrite_losses
 from ..fx_passes.logits import has_large_logits
 from ..fx_passes.products import batch_gradients
-from ..passes.fused import group_size, in_place, split_light, written_pairs
+from ..passes.fused import group_size, split_light, written_pairs
 from ..passes.rewrite import clears
 from ..plan import Before, Buffers, Plan, Run, Spread
 from ..program import Instr, Program, Var
 from ..schedule import Schedule, schedule
-from .arguments import by_itself, tensors_of
-from .functions import Results, by_inductor
-from .graph import Entrance, build_graph, calls_of
+from .arguments import by_itself
+from .functions import FunctionsPlan, collects, whole
+from .graph import calls_of
 from .inductor import opened
 
-__all__ = ["SMALL", "InPlacePlan", "collects", "is_small", "largest"]
+__all__ = ["SMALL", "InPlacePlan", "is_small", "largest"]
 
 SMALL = 2**24  # bytes of values that leave room on the device for other kernels
 
 
-class InPlacePlan(Plan):
-    """Runs a compiled function that returns the metrics and writes the slots.
+class InPlacePlan(FunctionsPlan):
+    """Runs a compiled function that writes the slots, then the light updates.
 
     Args:
       program: The program.
@@ -47,76 +45,58 @@ class InPlacePlan(Plan):
       why: Why it is None; empty if nothing else was asked for.
     """
 
-    compiled = True
-    functions = 1
-    copies = False
-
     def __init__(
         self, program: Program, device: torch.device, spread: Spread | None = None, why: str = ""
     ) -> None:
-        self._program, self._device, self._spread = program, device, spread
-        self._in_order, self._small = collects(program), is_small(program)
+        self.program, self._spread, self._small = program, spread, is_small(program)
         # Where launches are what counts, the compiler launches updates together; on lanes, they run beside the others.
         light = split_light(program) if spread is None and not self._small else set()
-        self.schedule = plan = schedule(program, fuse=light)
+        plan = schedule(program, fuse=light)
         _move_lists(plan, light)
-        born = {var for instr in plan.head for var in instr.outputs()}
-        read = (var for instr in plan.fused for var in instr.inputs())
-        self._handed_on = [var for var in dict.fromkeys(read) if var in born]
         self._light = {f"{instr.name}.{number}": instr for number, instr in enumerate(plan.fused)}
-        given: Any = {"handed_on": self._handed_on, "writes": plan.commits}
-        self._entrance = Entrance.of(program, plan, **given)
-        self._graph = build_graph(program, plan, self._entrance, **given)
-        pick_by_comparison(self._graph.graph)
-        if spread is None:
-            self._suit_one_line()
-        self._graph.recompile()
-        self._compiled: Callable[..., Any] | None = None
-        self._expected = Results(program.function, [*plan.outputs, *self._handed_on], program)
+        lists = [instr for instr in plan.fused if not written_pairs(instr)]
+        updates = replace(plan, fused=[instr for instr in plan.fused if instr not in lists])
+        given: Any = {"in_place": True, "small": self._small, "suit": self._suit}
+        head, runs = whole(program, updates, lists, None, device, **given)
+        super().__init__(program, plan, runs, device, [head], copies=False, timed=True)
         self.timeline = replace(self.timeline, estimated=spread is not None)
         self.branches = f"branches: none, {why}" if why else ""
         if spread is not None:
             self.branches = "branches: told once it is compiled"
 
+    @property
+    def graph(self) -> fx.GraphModule:
+        """What is compiled."""
+        return self._heads[0].graph
+
     def as_text(self) -> str:
         behind = (
             f"# then {name}: {group_size(one)} leaves, by its own kernel" for name, one in self._light.items()
         )
-        return "\n".join([str(self._graph.code), *behind])
+        return "\n".join([str(self.graph.code), *behind])
 
     def named_calls(self) -> Mapping[str, Instr]:
-        """Return the calls by the names that inductor's kernels have for them, or that :meth:`bind` tells."""
-        return {**calls_of(self._graph.graph), **self._light}
+        """Return the calls by the names that inductor's kernels have for them, or that :meth:`bind_named` tells."""
+        return {**calls_of(self.graph.graph), **self._light}
 
-    def bind(self, buffers: Buffers, tick: Callable[[str], None] = lambda _: None) -> Run:
-        """Bind the plan to buffers.
+    def bind(self, buffers: Buffers, tick: Callable[[], None] = lambda: None) -> Run:
+        launch = super().bind(buffers, tick)
+
+        def run(before: Before) -> Sequence[Tensor]:
+            uninterrupted(before)  # the function writes the state
+            return launch(())
+
+        return run
+
+    def bind_named(self, buffers: Buffers, tick: Callable[[str | None], None]) -> Run:
+        """Bind the plan to buffers, in one line.
 
         Args:
           buffers: The buffers.
-          tick: What to call before each call that updates small leaves, with its name.
+          tick: What to call before each call that updates small leaves, with its name, and once after them.
         """
-        arguments, tensors = self._tensors(buffers)
-        after = clears(self._program, tensors)
-        if self._compiled is None:
-            with ordinary():
-                without_gradients()
-                if self._spread is not None:
-                    self._beside(self._spread, arguments, padded=bool(after))
-                if self._compiled is None:
-                    self._compiled = self._compile(arguments, beside=False)
-        compiled, outputs = self._compiled, self.schedule.outputs
-        count = len(outputs)
-        update = self._updates(tensors, tick)
-
-        def run(before: Before) -> Sequence[Tensor]:
-            with ordinary():
-                without_gradients()
-                uninterrupted(before)
-                results = self._expected.as_traced(compiled(*arguments))
-                uninterrupted((*update(results[count:]), *after))
-                return results[:count]
-
-        return run
+        names = itertools.cycle([*self._light, None, None][: len(self.ticks)])
+        return self.bind(buffers, lambda: tick(next(names)))
 
     def rehearse(self, buffers: Buffers) -> None:
         with ordinary():
@@ -129,84 +109,63 @@ class InPlacePlan(Plan):
         def run(before: Before) -> Sequence[Tensor]:
             with ordinary():
                 without_gradients()
-                return self._expected.as_traced(launch(before))
+                return self._heads[0].expected.as_traced(launch(before))
 
         return run
 
     def in_line(self) -> Plan:
-        return InPlacePlan(self._program, self._device)
+        return InPlacePlan(self.program, self._device)
 
     def _scope(self, buffers: Buffers) -> tuple[Mapping[str, Any], Sequence[Tensor]]:
-        arguments, tensors = self._tensors(buffers)
+        tensors = self._tensors(buffers)
+        arguments = [tensors[var] for var in self._heads[0].takes]
         # Not part of the graph, where writing to some elements of a result would copy it.
-        return scope_of(*self._wrapper, arguments, clears(self._program, tensors)), arguments
+        return scope_of(*self._wrapper, arguments, clears(self.program, tensors)), arguments
 
-    def _tensors(self, buffers: Buffers) -> tuple[list[Tensor], dict[Var, Tensor]]:
-        """Return the arguments of the function, and the tensors of all that is there before it."""
-        tensors = tensors_of(self._program, buffers, self._device)
-        return [by_itself(tensors[var]) for var in self._entrance.takes(self._program)], tensors
+    def _compile(self, known: Mapping[Var, Tensor]) -> None:
+        if self._spread is not None and self._heads[0].compiled is None:
+            with ordinary():
+                without_gradients()
+                self._beside(self._spread, known)
+        super()._compile(known)
 
-    def _updates(
-        self, known: Mapping[Var, Tensor], tick: Callable[[str], None]
-    ) -> Callable[[Sequence[Tensor]], Sequence[Callable[[], Any]]]:
-        """Return what makes the calls of the light updates, given the values that the function hands on."""
-
-        def of(instr: Instr, every: dict[Var, Tensor]) -> Callable[[], Any]:
-            if not written_pairs(instr):
-                return partial(evaluate_all, [instr], every)
-            return partial(evaluate, replace(instr, op=in_place(instr.op)), every.__getitem__)
-
-        def update(values: Sequence[Tensor]) -> Sequence[Callable[[], Any]]:
-            every = {**known, **dict(zip(self._handed_on, values, strict=False))}
-            calls = ((partial(tick, name), of(instr, every)) for name, instr in self._light.items())
-            return [act for told_and_call in calls for act in told_and_call]
-
-        return update
-
-    def _beside(self, spread: Spread, arguments: Sequence[Tensor], *, padded: bool) -> None:
+    def _beside(self, spread: Spread, known: Mapping[Var, Tensor]) -> None:
         """Compile to launches that run side by side; compile nothing if that does not pay."""
-        compiled = self._compile(arguments, beside=True)
-        found, timeline = opened(compiled), self.timeline
-        program = self._program
-        entering = [*self._entrance.slots, *program.inputs, *(c.var for c in program.constants)]
-        memory = [f"argument {var.storage}" for var in entering]
+        head, program = self._heads[0], self.program
+        head.compile(known, beside=True)
+        assert head.compiled is not None
+        found, timeline = opened(head.compiled), self.timeline
+        arguments = [by_itself(known[var]) for var in head.takes]
+        memory = [f"argument {var.storage}" for var in head.takes]
         if found is None:
             timeline = replace(in_line(()), why="torch's compiler does not show what it wrote")
         else:
             source, names = found
+            padded = memory if clears(program, known) else ()
             try:
                 wrapper = Wrapper(source, names, memory)
                 self._wrapper = wrapper, names
                 self._code = wrapper.code(program.function, len(self.schedule.outputs))
-                timeline = spread_launches(
-                    wrapper, self._code, names, arguments, spread, memory if padded else ()
-                )
+                timeline = spread_launches(wrapper, self._code, names, arguments, spread, padded)
             except UnknownStatement as error:
                 timeline = replace(in_line(()), why=f"`{error}` is not known to be a launch")
-        if timeline.lanes > 1:
-            self._compiled = compiled
-        else:
-            self._suit_one_line()
-            self._graph.recompile()
+        if timeline.lanes == 1:
+            head.compiled = None
+            self._suit_one_line(head.graph.graph)
+            head.graph.recompile()
         self.tell(timeline)
 
-    def _suit_one_line(self) -> None:
+    def _suit(self, graph: fx.Graph) -> None:
+        pick_by_comparison(graph)
+        if self._spread is None:
+            self._suit_one_line(graph)
+
+    def _suit_one_line(self, graph: fx.Graph) -> None:
         """Change the graph as suits one line; on lanes, weight gradients run beside the chain of the others."""
         if self._small:
-            batch_gradients(self._graph.graph)
-        elif has_large_logits(self._program):
-            rewrite_losses(self._graph.graph)
-
-    def _compile(self, arguments: Sequence[Tensor], *, beside: bool) -> Callable[..., Any]:
-        return by_inductor(
-            self._program.function,
-            self._graph,
-            arguments,
-            on_host=self._device.type == "cpu",
-            small=self._small,
-            in_order=self._in_order,
-            beside=beside,
-        )
+            batch_gradients(graph)
+        elif has_large_logits(self.program):
+            rewrite_losses(graph)
 
 
 def _move_lists(plan: Schedule, light: Collection[Instr]) -> None:
@@ -215,11 +174,6 @@ def _move_lists(plan: Schedule, light: Collection[Instr]) -> None:
     lists = [instr for instr in plan.head if instr in light and read.issuperset(instr.outputs())]
     plan.head = [instr for instr in plan.head if instr not in lists]
     plan.fused = [*lists, *plan.fused]
-
-
-def collects(program: Program) -> bool:
-    """Whether a program has collectives or transfers."""
-    return any(is_between_ranks(instr.op) for instr in program.instrs)
 
 
 def is_small(program: Program) -> bool:

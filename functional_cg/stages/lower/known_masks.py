@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...shards.transfers import is_between_ranks
 from ...tensors.aten import named_arguments
-from ..evaluate import evaluate_all, quiet
-from ..program import Constant, Instr, Program, Var, live, written_storages
+from ..program import Instr, Program, Var
+from ..trace.known import value_of
 
 __all__ = ["kind_of", "use_known_masks"]
 
 _MASKS = ("attn_bias", "attn_mask", "mask")  # what ops call theirs
 # From which score on a key is hidden: cuDNN takes no infinity, so torch writes a finite number for it.
 _HIDDEN: Mapping[str, float] = MappingProxyType({"_scaled_dot_product_cudnn_attention": -65504.0})
-_MOST_CALLS = 100  # that make a mask
 
 
 def use_known_masks(program: Program) -> None:
@@ -45,7 +42,8 @@ def use_known_masks(program: Program) -> None:
             hidden = _HIDDEN.get(instr.name.removesuffix("_backward"), -math.inf)
             known = mask, writes[mask.storage], hidden
             if known not in kinds:
-                kinds[known] = _kind(program.instrs[:place], program.constants, mask, hidden)
+                value = value_of(replace(program, instrs=program.instrs[:place]), mask)
+                kinds[known] = "" if value is None else kind_of(value, hidden)
             if kind := kinds[known]:
                 instr = _without(instr, name, causal=kind == "causal")
         out.append(instr)
@@ -78,34 +76,8 @@ def _without(instr: Instr, mask: str, *, causal: bool) -> Instr:
     return replace(instr, args=tuple(args), kwargs=kwargs)
 
 
-def _kind(before: Sequence[Instr], constants: Sequence[Constant], mask: Var, hidden: float) -> str:
-    """Return ``"empty"`` if a mask never hides a key, ``"causal"`` if it always hides the future, or ``""``.
-
-    Args:
-      before: The calls before the one that reads it.
-      constants: The constants of the program.
-      mask: The mask.
-      hidden: From which score on a key is hidden.
-    """
-    makers, used = live([one for one in before if not one.checks and not is_between_ranks(one.op)], [mask])
-    written = written_storages(makers)
-    values: dict[Var, Any] = {
-        one.var: one.value.clone() if one.var.storage in written else one.value
-        for one in constants
-        if one.var in used
-    }
-    made = {var for instr in makers for var in instr.outputs()}
-    if len(makers) > _MOST_CALLS or not used <= made | values.keys():
-        return ""  # it depends on the state, on an input, or on another rank
-    if any(torch.Tag.nondeterministic_seeded in instr.op.tags for instr in makers):
-        return ""
-    with quiet():
-        evaluate_all(makers, values)
-        return kind_of(values[mask], hidden)
-
-
 def kind_of(mask: Tensor, hidden: float) -> str:
-    """Return the kind of a mask by its values.
+    """Return ``"empty"`` if a mask hides no key, ``"causal"`` if it hides the future, or ``""``.
 
     Args:
       mask: [..., queries, keys]: bool, or floating to be added to the scores.

@@ -1,4 +1,4 @@
-"""Cut a program where it repeats itself, and compile equal parts once.
+"""Compile equal parts of a program once: sub-programs, or what lies between cuts where it repeats itself.
 
 A part is what one compiled function runs. Between parts, values are handed on in memory, as they were made: a view of a
 value is taken again in each part that reads it, and a cast to a wider dtype made again. The update of a leaf runs in
@@ -8,7 +8,7 @@ the part that makes its gradient.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -23,74 +23,18 @@ from ..fx_passes.old_values import KEPT, LATER
 from ..passes.out_of_place import write_out_of_place
 from ..program import Instr, Program, Var, written_storages
 from ..schedule import Schedule, schedule
+from ..sub_programs import SubProgram
 from ..trial.reference import Reference
 from .early_updates import Leaf, by_leaf, joined
-from .functions import Compiler, FunctionsPlan, Head, checked, head_of
-from .in_place import collects
-from .repeats import cuts, frozen_call
+from .functions import Compiler, FunctionsPlan, Part, collects, compiled_once, grouped
+from .repeats import cuts
 
-__all__ = ["Part", "Parts", "in_parts", "parts_of"]
+__all__ = ["Parts", "by_sub_programs", "in_parts", "parts_of"]
 
 T = TypeVar("T")
 _CAST = torch.ops.aten._to_copy.default
-_AS_STRIDED = torch.ops.aten.as_strided.default
-_ALIGNMENT = 16  # bytes; a compiled function copies an argument that is aligned to fewer
 
 _WORTH = 0.75  # of the calls may be left to compile; else one function is compiled faster
-
-
-@dataclass(eq=False)
-class Part:
-    """Calls that one compiled function runs.
-
-    Attributes:
-      calls: The calls, views of what it gets included.
-      inputs: What it reads and writes of others, in order of first use.
-      outputs: What others read of it, first what leaves the step.
-      commits: Pairs (slot, new value) that it writes at its end.
-      metrics: How many of its outputs leave the step.
-      before: Views among its inputs, to be taken before it runs.
-    """
-
-    calls: list[Instr]
-    inputs: list[Var] = field(default_factory=list)
-    outputs: list[Var] = field(default_factory=list)
-    commits: list[tuple[Var, Var]] = field(default_factory=list)
-    metrics: int = 0
-    before: list[Instr] = field(default_factory=list)
-
-    def signature(self, slots: set[Var]) -> Hashable:
-        """Return what is equal only for parts whose calls are equal up to the names of variables.
-
-        Args:
-          slots: The slots of the program.
-        """
-        numbers: dict[Var, int] = {}
-        memory: dict[int, int] = {}
-        for var in (*self.inputs, *(made for instr in self.calls for made in instr.outputs())):
-            numbers.setdefault(var, len(numbers))
-            memory.setdefault(var.storage, len(memory))
-        start: dict[int, int] = {}
-        for var in numbers:
-            start.setdefault(var.storage, var.offset)
-        strided = any(
-            instr.op is _AS_STRIDED for instr in self.calls
-        )  # its offset counts from the first element
-        layouts = tuple(
-            (
-                var.spec,
-                memory[var.storage],
-                var.offset - (0 if strided else start[var.storage]),
-                var.offset * var.spec.dtype.itemsize % _ALIGNMENT,
-                var.fills,
-                var in slots,
-            )
-            for var in numbers
-        )
-        calls = tuple(frozen_call(instr, numbers.__getitem__) for instr in self.calls)
-        handed_on = tuple(numbers[var] for var in self.outputs)
-        commits = tuple((numbers[old], numbers[new]) for old, new in self.commits)
-        return len(self.inputs), self.metrics, layouts, calls, handed_on, commits
 
 
 @dataclass
@@ -143,28 +87,73 @@ def in_parts(
             rewrite_losses(graph)
 
     suits = suit if device.type != "cpu" and compiler is None else None
-    heads: list[Head] = []
-    calls: dict[Part, Instr] = {}
-    for first, *others in parts.alike:
-        part = Program(
-            f"part_{len(heads) + 1}", [], [], first.inputs, instrs=first.calls, outputs=[*first.outputs]
-        )
-        computed = Schedule(checked(part, first.calls, compiler, device), outputs=first.outputs)
-        head = head_of(
-            part, computed, compiler, device, program.function,
-            writes=first.commits, metrics=first.metrics, in_order=False, suit=suits,
-        )  # fmt: skip
-        heads.append(head)
-        for one in (first, *others):
-            calls[one] = Instr(head, tuple(one.inputs), {}, one.outputs, (), None)
+    heads, calls = compiled_once(parts.alike, compiler, device, program.function, in_order=False, suit=suits)
     checks = [instr for instr in plan.head if instr.checks]
-    runs = [instr for part in parts.order for instr in (*part.before, calls[part])]
+    runs = [instr for part in parts.order for instr in calls[part]]
     return FunctionsPlan(
-        program, plan, replace(plan, head=[*runs, *parts.after, *checks], commits=parts.commits), device, reference,
+        program, plan, replace(plan, head=[*runs, *parts.after, *checks], commits=parts.commits), device,
         heads,
         copies=device.type == "cpu" and bool(plan.commits),
         shared=[_said(alike) for alike in parts.alike if len(alike) > 1],
+        raised_at=reference.raises_at,
     )  # fmt: skip
+
+
+def by_sub_programs(
+    program: Program, device: torch.device, compiler: Compiler | None, reference: Reference
+) -> FunctionsPlan:
+    """Return a plan that runs titled sub-programs as compiled functions, in the order of the trace.
+
+    What stands between them, such as transfers and sums, stays ATen calls. So the first call does not take longer with
+    more micro-batches, and memory is allocated and freed in the order of the schedule.
+
+    Args:
+      program: A rewritten program.
+      device: Where it runs.
+      compiler: Compiles a sub-program; None for inductor.
+      reference: The program as traced.
+    """
+    plan = schedule(program)
+    titled = dict.fromkeys(one.op for one in plan.head if isinstance(one.op, SubProgram) and one.op.title)
+    parts = {one: part for one in titled if (part := _as_part(one)) is not None}
+    heads, calls = compiled_once(grouped(parts.values()), compiler, device, program.function)
+    ops = {one: one.with_calls(calls[part], one.given, one.results) for one, part in parts.items()}
+    head = [replace(instr, op=ops.get(instr.op, instr.op)) for instr in plan.head]
+    return FunctionsPlan(
+        program, plan, replace(plan, head=head), device, heads, one_by_one=True, raised_at=reference.raises_at
+    )
+
+
+def _as_part(sub_program: SubProgram) -> Part | None:
+    """Return a sub-program as a part, which returns what others read or what that is a view of; None if it cannot.
+
+    Views of what it gets compute nothing, and are taken before it.
+    """
+    found, born = Part([], name=sub_program.title), dict[Var, Instr]()
+    for instr in sub_program.calls:
+        if instr.is_view and born.keys().isdisjoint(instr.inputs()):
+            found.before.append(instr)
+        else:
+            found.calls.append(instr)
+            born |= dict.fromkeys(instr.outputs(), instr)
+    found.inputs = list(
+        dict.fromkeys(var for instr in found.calls for var in instr.inputs() if var not in born)
+    )
+    entering, bases = {var.storage for var in found.inputs}, dict[int, Var]()
+    if not found.calls or not all(instr.outputs() for instr in found.calls):
+        return None
+    if any(var.storage in entering for var in born):  # its results lie in memory of others
+        return None
+    for var in sub_program.results:
+        chain = [var] if var in born else []
+        while chain and born[chain[-1]].is_view:
+            chain.append(born[chain[-1]].inputs()[0])
+        for base in chain[-1:]:
+            if not base.fills or bases.setdefault(base.storage, base) is not base:
+                return None
+        found.after += [one for view in reversed(chain[:-1]) if (one := born[view]) not in found.after]
+    found.outputs = list(bases.values())
+    return found
 
 
 def _said(alike: Sequence[Part]) -> str:
@@ -208,14 +197,12 @@ def parts_of(program: Program, plan: Schedule, *, in_place: bool, least: int = 0
     after = values.taken(outside, values.views)
     if not _connect(parts, values, [*outside, *(var for instr in after for var in instr.inputs())]):
         return None
-    slots, alike = set(program.slots), dict[Hashable, list[Part]]()
-    for part in parts:
-        alike.setdefault(part.signature(slots), []).append(part)
+    alike = grouped(parts, {*program.slots})
     every = sum(len(part.calls) for part in parts)
-    compiled = sum(len(same[0].calls) for same in alike.values())
+    compiled = sum(len(same[0].calls) for same in alike)
     if compiled > _WORTH * every or every - compiled < least:
         return None
-    return Parts([*alike.values()], parts, after, left)
+    return Parts(alike, parts, after, left)
 
 
 def _divided(base: Sequence[Instr], rest: Sequence[Instr], values: _Values) -> list[list[Instr]]:

@@ -7,15 +7,27 @@ forward is there to save memory (``remat``, ``torch.utils.checkpoint``).
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import replace
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
-from ..program import Instr, Program, Var, map_arguments, written_storages
+from ..program import Instr, Program, Var, written_storages
 
-__all__ = ["share_equal_calls"]
+__all__ = ["frozen", "frozen_call", "share_equal_calls"]
+
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 
 
 def share_equal_calls(program: Program) -> None:
@@ -31,13 +43,13 @@ def share_equal_calls(program: Program) -> None:
     storages: dict[int, int] = {}
     out = []
     for instr in program.instrs:
-        instr = _renamed(instr, names)
+        instr = instr.reading(lambda var: names.get(var, var))
         for var in instr.outputs():
             var.storage = storages.get(var.storage, var.storage)
         if instr.backward or not _is_pure(instr, apart):
             out.append(instr)
             continue
-        known = first.setdefault(_key((instr.op, instr.args, instr.kwargs)), instr)
+        known = first.setdefault(frozen_call(instr, lambda var: var), instr)
         if known is instr:
             out.append(instr)
         for old, new in zip(instr.outputs(), known.outputs(), strict=True):
@@ -59,18 +71,22 @@ def _is_pure(instr: Instr, apart: set[int]) -> bool:
     )
 
 
-def _key(value: Any) -> Hashable:
-    """Return what two arguments have in common only if a call cannot tell them apart: 1, 1.0 and True differ."""
+def frozen(value: Any, name: Callable[[Var], Any]) -> Hashable:
+    """Return what is equal for equal arguments; of two objects that are no plain values, only for one and the same.
+
+    Args:
+      value: An argument of a call.
+      name: ``name(var)`` stands for a variable.
+    """
+    if isinstance(value, Var):
+        return "var", name(value)
     if isinstance(value, (list, tuple)):
-        return tuple(map(_key, value))
-    if isinstance(value, dict):
-        return tuple((name, _key(item)) for name, item in value.items())
-    return value if isinstance(value, Var) else (type(value), repr(value))
+        return type(value).__name__, *(frozen(item, name) for item in value)
+    if isinstance(value, _PLAIN):
+        return type(value).__name__, repr(value)  # 1, 1.0 and True are equal, so are 0.0 and -0.0
+    return "object", id(value)
 
 
-def _renamed(instr: Instr, names: dict[Var, Var]) -> Instr:
-    def new(var: Var) -> Var:
-        return names.get(var, var)
-
-    args, kwargs = map_arguments(new, instr)
-    return replace(instr, args=args, kwargs=kwargs)
+def frozen_call(instr: Instr, name: Callable[[Var], Any]) -> Hashable:
+    """Return what is equal for calls of one op on equal arguments; ``name(var)`` stands for a variable."""
+    return instr.op, frozen(instr.args, name), frozen([*instr.kwargs.items()], name)

@@ -24,7 +24,7 @@ from ...shards.collectives import WAIT
 from ...tensors.aten import returns_view
 from ...tensors.op_table import row_of
 from ..program import Instr, Program, SlotRange, Var, highest, map_vars, written_storages
-from ..template import Template, merge_given, rename, rewrite_templates
+from ..sub_programs import SubProgram, rename, rewrite_sub_programs
 
 __all__ = ["clears", "range_tensor", "rewrite"]
 
@@ -41,10 +41,9 @@ def rewrite(program: Program, places: Sequence[tuple[int, int]]) -> None:
       places: Slab and offset of each slot.
     """
     program.places = list(places)
-    renamed = rewrite_templates(program, _rewritten)
+    renamed = rewrite_sub_programs(program, _rewritten)
     _drop_detaches(program, renamed)
     _drop_copies(program, renamed)
-    merge_given(program)
     _alias_roles(program, renamed)
     program.outputs = map_vars(lambda var: _final(renamed, var), program.outputs)
     program.reports = [
@@ -61,7 +60,7 @@ def rewrite(program: Program, places: Sequence[tuple[int, int]]) -> None:
 
 
 def _rewritten(part: Program) -> None:
-    """Rewrite the calls of a template; what it gets or returns, others may write: a copy of it stays."""
+    """Rewrite the calls of a sub-program; what it gets or returns, others may write: a copy of it stays."""
     renamed: dict[Var, Var] = {}
     _drop_detaches(part, renamed)
     _drop_copies(part, renamed, {var.storage for var in (*part.inputs, *part.results)})
@@ -112,8 +111,8 @@ def _drop_copies(program: Program, renamed: dict[Var, Var], known: Iterable[int]
 
 
 def _may_be_lazy(instr: Instr) -> bool:
-    if isinstance(instr.op, Template):
-        return bool(instr.op.known("lazy", lambda template: any(map(_may_be_lazy, template.calls))))
+    if isinstance(instr.op, SubProgram):
+        return bool(instr.op.known("lazy", lambda one: any(map(_may_be_lazy, one.calls))))
     return instr.op in _LAZY
 
 

@@ -58,7 +58,7 @@ class _Product:
     def kind(self) -> tuple[Any, ...]:
         """What is equal for products that one can compute: all but the number of rows."""
         made = self.call.out.spec
-        return made.shape, made.dtype, made.device, self.turned, self.term.spec.dtype, self.call.region
+        return made.shape, made.dtype, made.device, self.turned, self.term.spec.dtype
 
     @property
     def stride(self) -> tuple[int, ...]:

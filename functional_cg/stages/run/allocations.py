@@ -8,7 +8,7 @@ from ..branches.listing import Timeline
 from ..branches.units import GIVEN, Memory
 from ..plan import AtenPlan
 from ..program import Instr
-from ..template import Template
+from ..sub_programs import SubProgram, each_once
 from ..work import beside, flops_of
 
 __all__ = ["LARGE", "Event", "events", "highest", "multiplies"]
@@ -22,8 +22,8 @@ _BESIDE = -1  # in place of memory: what a kernel takes while it runs
 def events(plan: AtenPlan) -> list[Event]:
     """Return when a plan allocates and frees its large temporaries, in order; not the workspace of products."""
     inside = {
-        template: list(_along(line, {}, dict.fromkeys((var.storage for var in template.given), 0)))
-        for template, line in plan.templates.items()
+        sub_program: list(_along(line, {}, dict.fromkeys((var.storage for var in sub_program.given), 0)))
+        for sub_program, line in plan.sub_programs.items()
     }
     return list(_along(plan.timeline, inside, {}))
 
@@ -39,25 +39,23 @@ def highest(found: Sequence[Event]) -> int:
 
 def multiplies(plan: AtenPlan) -> bool:
     """Whether a plan multiplies matrices."""
-    lines = (plan.timeline, *plan.templates.values())
-    calls = [unit.call for line in lines for unit in line.units if unit.call is not None]
-    return any(flops_of(one) for one in calls if not isinstance(one.op, Template))
+    return any(map(flops_of, each_once([*plan.schedule.head, *plan.schedule.fused])))
 
 
 def _along(
-    timeline: Timeline, inside: Mapping[Template, Sequence[Event]], alive: dict[Memory, int]
+    timeline: Timeline, inside: Mapping[SubProgram, Sequence[Event]], alive: dict[Memory, int]
 ) -> Iterator[Event]:
     """Yield what units allocate and free.
 
     Args:
       timeline: The units.
-      inside: What templates allocate and free; what they are given they free with 0 bytes.
+      inside: What sub-programs allocate and free; what they are given they free with 0 bytes.
       alive: The memory that is there, with its bytes.
     """
     handed: Collection[Memory] = ()
     for place in timeline.places:
         unit = timeline.units[place.unit]
-        if unit.call is not None and isinstance(unit.call.op, Template):
+        if unit.call is not None and isinstance(unit.call.op, SubProgram):
             yield from _again(unit.call, inside[unit.call.op], handed, alive)
         else:
             large = {memory: size for memory, size in unit.made.items() if size > LARGE}
@@ -74,17 +72,17 @@ def _along(
 def _again(
     instr: Instr, inside: Sequence[Event], handed: Collection[Memory], alive: dict[Memory, int]
 ) -> Iterator[Event]:
-    """Yield what a call of a template allocates and frees: its function frees what is handed over to it.
+    """Yield what a call of a sub-program allocates and frees: its function frees what is handed over to it.
 
     Args:
       instr: The call.
-      inside: What the template allocates and frees.
+      inside: What the sub-program allocates and frees.
       handed: The memory that nobody else holds.
       alive: As for :func:`_along`.
     """
-    template, (given, _, later) = instr.op, instr.args
-    lies = {mine.storage: var.storage for mine, var in zip(template.results, instr.out, strict=True)}
-    lies |= {mine.storage: var.storage for mine, var in zip(template.given, given, strict=True)}
+    sub_program, (given, _, later) = instr.op, instr.args
+    lies = {mine.storage: var.storage for mine, var in zip(sub_program.results, instr.out, strict=True)}
+    lies |= {mine.storage: var.storage for mine, var in zip(sub_program.given, given, strict=True)}
     last = {lies[one]: number for number, (one, size) in enumerate(inside) if not size}
     for number, (one, size) in enumerate(inside):
         if one not in lies:

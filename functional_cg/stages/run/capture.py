@@ -34,7 +34,6 @@ from ..plan import (
     faster,
 )
 from .reserve import AtOnce, at_once
-from .warm_up import once
 
 __all__ = ["CPUBackend", "CUDABackend", "backend_for"]
 
@@ -153,7 +152,7 @@ class CUDABackend:
             with self.aside():
                 # With a compiler, compiles here: for slots that do not overlap.
                 run, spare = plan.bind(buffers), scratch()
-                warm = once(plan.bind(spare))
+                warm = plan.bind(spare)
                 warm(())
                 spare.reset()
                 run = bound(plan, run, buffers, spare, self._lanes)

@@ -13,7 +13,7 @@ from ...messages.source import Location
 from ...tensors.op_table import row_of
 from ..keys import draws_among, shared_keys
 from ..program import Instr, Program, Var, live
-from ..template import Template
+from ..sub_programs import SubProgram, first_unrolled
 
 __all__ = ["Inspection", "inspection_of"]
 
@@ -82,6 +82,7 @@ class Inspection:
 
 def inspection_of(program: Program, watched: Sequence[str]) -> Inspection:
     """Summarize a traced program as an ``Inspection``."""
+    program = first_unrolled(program)
     kept, needed = live(program.instrs, [*program.new_state, *program.results])
     return Inspection(
         function=program.function,
@@ -107,14 +108,11 @@ def inspection_of(program: Program, watched: Sequence[str]) -> Inspection:
 
 
 def _counts(instrs: Iterable[Instr]) -> Counter[str]:
-    """Return how many calls of each op there are, with those that a template stands for."""
-    found = Counter(instr.op for instr in instrs)
+    """Return how many calls of each op there are, with those that a sub-program stands for."""
     counts: Counter[str] = Counter()
-    for op, times in found.items():
-        each = (
-            op.known("counts", lambda one: _counts(one.calls)) if isinstance(op, Template) else {str(op): 1}
-        )
-        counts.update({name: times * count for name, count in each.items()})
+    for op, times in Counter(instr.op for instr in instrs).items():
+        for one in [call.op for call in op.calls] if isinstance(op, SubProgram) else [op]:
+            counts[str(one)] += times
     return counts
 
 
@@ -188,7 +186,7 @@ def _own(unchanged: Collection[Var], calls: Iterable[tuple[Instr, list[Var]]]) -
     for instr, lost in calls:
         if instr.inner or instr.backward:  # a gradient is no new value either
             continue
-        if isinstance(instr.op, Template):  # the same calls, for another micro-batch
+        if isinstance(instr.op, SubProgram):  # the same calls, for another micro-batch
             continue
         for source, result in _same_kind(instr):
             if source in leaf_of:

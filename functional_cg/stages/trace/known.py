@@ -26,7 +26,7 @@ from ...tensors.aten import named_arguments, tensors_in
 from ...tensors.op_table import row_of
 from ..evaluate import evaluate_all
 from ..program import Constant, Instr, Program, Var, live, written_storages
-from ..template import calls_of
+from ..sub_programs import calls_of
 
 __all__ = [
     "BY_NUMBER",

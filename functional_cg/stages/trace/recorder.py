@@ -65,7 +65,7 @@ class Recorder(TorchDispatchMode):
         self._mode, self._first, self._checkpoint = mode, first, checkpoint
         self._aside, self.copying = follower.aside, follower.copying
         self._known = Variables(mode)
-        self._blocks = Blocks(self.program, self._known)
+        self.blocks = Blocks(self.program, self._known)
         self.history = History(self.program, self._known.of)
         self._protected: dict[int, str] = {}
         self.copied: set[int] = set()  # storages of inputs
@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):
     def release(self) -> list[Reference]:
         """Drop all tensors of the trace; any that stay alive are held by user code."""
         references, met = self._known.release(), self.met
-        kept = self._blocks.known, met.buffers, met.applied, met.fixed, self.work.replaced, self.rules.places
+        kept = self.blocks.known, met.buffers, met.applied, met.fixed, self.work.replaced, self.rules.places
         for one in kept:
             one.clear()
         return references
@@ -153,24 +153,24 @@ class Recorder(TorchDispatchMode):
         return None if last is None else (last.site, last.backward, last.inner, last.origin)
 
     @contextmanager
-    def as_before(self, place: Any, region: tuple[str, int]) -> Iterator[None]:
+    def as_before(self, place: Any) -> Iterator[None]:
         """Record the calls of a block as ones that come from a place, which :meth:`place` returned."""
-        self._as_before = (*place, region)
+        self._as_before = place
         try:
             yield
         finally:
             self._as_before = None
 
     def repeated(
-        self, name: Hashable, act: Callable[[list[Tensor]], list[Tensor]], given: Sequence[Any], number: int
+        self, name: Hashable, act: Callable[[list[Tensor]], list[Tensor]], given: Sequence[Any], title: str
     ) -> list[Any]:
         """Record what a block computes, or add its calls once more; return tensors, or variables without any."""
         self._checkpoint()
         start = len(self.program.instrs)
         with torch._C.DisableTorchFunction():
-            found = self._aside(self._blocks.again, name, given, number)
+            found = self._aside(self.blocks.again, name, given)
         if found is None:
-            return self._blocks.recorded(name, act, given)
+            return self.blocks.recorded(name, act, given, title)
         self._compare(start)
         return found  # type: ignore[no-any-return]
 

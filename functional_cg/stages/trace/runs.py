@@ -203,6 +203,7 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
         grads.restore()
         _clear(randomness, collecting, runs)
     recorder.program.tables = [(table.name, table.tensor) for table in recorder.tables]
+    recorder.blocks.fold()
     copy_written_inputs(recorder.program, recipe.input_names)
     watched.let_go()
     return recorder.program, watched

@@ -14,7 +14,7 @@ from ...messages.source import Location
 from ...state.arena import BufferSpec
 from ...tree import path_string
 from ..program import Instr, Program, Var, live, map_vars
-from ..template import Template, calls_of
+from ..sub_programs import SubProgram, calls_of
 
 __all__ = ["refuse_another_call", "refuse_another_literal", "refuse_another_result", "refuse_another_start"]
 
@@ -25,7 +25,7 @@ def _same(a: Any, b: Any) -> bool:
         return False
     if kind is Var:
         return bool(a.index == b.index)
-    if kind is list and {*map(type, a), *map(type, b)} == {Var}:  # what a template is given
+    if kind is list and {*map(type, a), *map(type, b)} == {Var}:  # what a sub-program is given
         return [var.index for var in a] == [var.index for var in b]
     if isinstance(a, float):
         return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (math.isnan(a) and math.isnan(b))
@@ -40,8 +40,8 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _same_op(one: Any, other: Any) -> bool:
-    """Whether two ops are one, or templates of calls that were compared before."""
-    if isinstance(one, Template) and isinstance(other, Template):
+    """Whether two ops are one, or sub-programs of calls that were compared before."""
+    if isinstance(one, SubProgram) and isinstance(other, SubProgram):
         return one.start == other.start
     return one is other
 

@@ -17,7 +17,7 @@ from ..lifetimes import last_uses, peak_bytes, storage_bytes
 from ..passes.fused import at_places, group_size
 from ..plan import AtenPlan, Buffers, Run, lower_aten
 from ..program import Instr, Program, Var, live, written_storages
-from ..template import calls_of
+from ..sub_programs import calls_of
 from .host_memory import HostMemory
 from .ulps import Bounds, Shaker, bounds_of, copies_arguments, within
 from .unchecked import Unchecked, moved_checks

@@ -11,7 +11,7 @@ through comparisons, too. So it does behind a number that is counted: how many f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from ...tensors.op_table import row_of
 from ...tensors.ulps import MOVABLE
 from ..program import Instr, Program, Var
-from ..template import Template
+from ..sub_programs import SubProgram
 from .ulps import INTEGERS
 
 __all__ = ["Unchecked", "moved_checks"]
@@ -78,92 +78,63 @@ class _Checked:
     def all(self) -> set[int]:
         return self.indices | self.asserted
 
-    def by(self, calls: Iterable[_Call]) -> None:
-        """Add what calls check, and all that checked storages are computed from.
-
-        Args:
-          calls: The calls, the last one first.
-        """
+    def by(self, calls: Iterable[_Call | Instr]) -> None:
+        """Add what calls check, and all that checked storages are computed from; see :func:`_in_reverse`."""
         for call in calls:
-            for made in call.made.keys() & self.asserted:
-                self.asserted.update(call.made[made])
-            for made in call.ranges.keys() & self.indices:
-                indices, asserted = call.ranges[made]
-                self.indices.update(indices)
-                self.asserted.update(asserted)
+            if isinstance(call, Instr):
+                self._by_sub_program(call)
+                continue
+            if not self.asserted.isdisjoint(call.made):
+                self.asserted.update(call.read)
+            if not self.indices.isdisjoint(call.ranged):
+                (self.asserted if call.counts else self.indices).update(call.read)
             self.indices.update(call.in_range)
             self.asserted.update(call.asserted)
+
+    def _by_sub_program(self, call: Instr) -> None:
+        made = [(mine.storage, var.storage) for mine, var in zip(call.op.results, call.out, strict=True)]
+        inside = _Checked(
+            {mine for mine, its in made if its in self.indices},
+            {mine for mine, its in made if its in self.asserted},
+        )
+        inside.by(call.op.known("unchecked", lambda one: _in_reverse(one.calls)))
+        for mine, var in zip(call.op.given, call.args[0], strict=True):
+            self.indices |= {var.storage} if mine.storage in inside.indices else set()
+            self.asserted |= {var.storage} if mine.storage in inside.asserted else set()
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What a call does with memory.
+    """What an ATen call does with memory, by storage.
 
     Attributes:
-      made: The storages of the arguments from which it computes each storage that it makes or writes.
-      ranges: For each of these that may be out of range: which arguments have to be in range, and which may not have
-        any other value, for it to be in range.
-      in_range: The storages of the arguments that have to be in range.
-      asserted: Those of the arguments that it may refuse because of any of their values.
+      read: What it reads.
+      made: What it makes or writes.
+      ranged: What of that may be out of range.
+      counts: Whether that is so whatever the range of what it reads is: any value of that may have to be another one.
+      in_range: What it reads that has to be in range.
+      asserted: What it reads that it may refuse because of any of its values.
     """
 
-    made: Mapping[int, Collection[int]]
-    ranges: Mapping[int, tuple[Collection[int], Collection[int]]]
+    read: Collection[int]
+    made: Collection[int]
+    ranged: Collection[int]
+    counts: bool
     in_range: Collection[int]
     asserted: Collection[int]
 
     @classmethod
     def of(cls, instr: Instr) -> _Call:
-        if isinstance(instr.op, Template):
-            return cls._of_template(instr)
-        read = {var.storage for var in instr.inputs()}
         ranged = (*instr.writes, *(var for var in instr.outputs() if not _is_position(instr, var)))
-        of = ((), read) if row_of(instr.op).counts else (read, ())
-        return cls(
-            dict.fromkeys((var.storage for var in (*instr.writes, *instr.outputs())), read),
-            dict.fromkeys((var.storage for var in ranged), of),
-            [var.storage for var in _in_range_for(instr)],
-            [var.storage for var in _asserted_by(instr)],
-        )
-
-    @classmethod
-    def _of_template(cls, instr: Instr) -> _Call:
-        of_itself, made, ranges = instr.op.known("unchecked", _summary)
-        given = [var.storage for var in instr.args[0]]
-
-        def named(places: Sequence[int]) -> list[int]:
-            return [given[one] for one in places]
-
-        out = [var.storage for var in instr.out]
-        return cls(
-            {out[place]: named(read) for place, read in made.items()},
-            {out[place]: (named(indices), named(asserted)) for place, (indices, asserted) in ranges.items()},
-            *map(named, of_itself),
-        )
+        every = (instr.inputs(), (*instr.writes, *instr.outputs()), ranged)
+        read, made, moved = ({var.storage for var in some} for some in every)
+        checked = ([var.storage for var in some] for some in (_in_range_for(instr), _asserted_by(instr)))
+        return cls(read, made, moved, row_of(instr.op).counts, *checked)
 
 
-def _in_reverse(instrs: Sequence[Instr]) -> list[_Call]:
-    return [_Call.of(instr) for instr in reversed(instrs)]
-
-
-_Places = tuple[Sequence[int], Sequence[int]]
-
-
-def _summary(template: Template) -> tuple[_Places, dict[int, Sequence[int]], dict[int, _Places]]:
-    """Return what a template does as :class:`_Call` has it, with places of arguments and of results."""
-    calls, given = _in_reverse(template.calls), [var.storage for var in template.given]
-
-    def computed_from(checked: _Checked) -> _Places:
-        checked.by(calls)
-        return tuple(  # type: ignore[return-value]
-            [number for number, one in enumerate(given) if one in some]
-            for some in (checked.indices, checked.asserted)
-        )
-
-    places = {var.storage: place for place, var in enumerate(template.results)}
-    made = {place: computed_from(_Checked(set(), {one}))[1] for one, place in places.items()}
-    ranges = {place: computed_from(_Checked({one}, set())) for one, place in places.items()}
-    return computed_from(_Checked()), made, ranges
+def _in_reverse(instrs: Sequence[Instr]) -> list[_Call | Instr]:
+    """Return calls, the last one first; those of sub-programs as they are."""
+    return [one if isinstance(one.op, SubProgram) else _Call.of(one) for one in reversed(instrs)]
 
 
 def moved_checks(instrs: Iterable[Instr]) -> dict[Instr, list[Var]]:

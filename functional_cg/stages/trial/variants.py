@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...tensors.op_table import row_of
 from ..program import Instr, Program, Var
+from ..sub_programs import each_once
 
 __all__ = ["KINDS", "OVERFLOW", "Finite", "overflows", "vary"]
 
@@ -30,7 +31,9 @@ _HUGE = 2.0**17  # the largest number of float16 is 65,504
 
 def overflows(program: Program) -> bool:
     """Whether a program has numbers that overflow where those of single precision do not."""
-    return any(var.spec.dtype is torch.float16 for instr in program.instrs for var in instr.outputs())
+    return any(
+        var.spec.dtype is torch.float16 for instr in each_once(program.instrs) for var in instr.outputs()
+    )
 
 
 def vary(tensor: Tensor, kind: str, seed: int, *, leaf: bool) -> None:

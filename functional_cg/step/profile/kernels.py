@@ -74,8 +74,8 @@ class Launches:
         if self.lines and self.lines[-1] is not None:
             self._at(None)
 
-    def call(self, name: str) -> None:
-        """Tick before a call outside of the generated source."""
+    def call(self, name: str | None) -> None:
+        """Tick before a call outside of the generated source, or after the last."""
         self._at(name)
 
     def _enters(self, frame: FrameType, event: str, value: Any) -> Any:

@@ -18,7 +18,7 @@ from ...stages.lower.in_place import InPlacePlan
 from ...stages.plan import Buffers, lower_aten
 from ...stages.program import Instr, Program
 from ...stages.schedule import Schedule
-from ...stages.template import unrolled
+from ...stages.sub_programs import unrolled
 from ...stages.work import bytes_of
 from ..costs import COPIES
 from ..lowered import Lowered

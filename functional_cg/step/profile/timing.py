@@ -123,7 +123,7 @@ def times_of_lines(
 
         def on_clock(clock: _Clock) -> Act:
             launches = Launches(clock, clock.pause)
-            run = plan.bind(buffers, launches.call)
+            run = plan.bind_named(buffers, launches.call)
 
             def once() -> None:
                 clock()

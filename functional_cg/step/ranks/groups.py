@@ -7,7 +7,7 @@ from ...shards.groups import Captures, Groups
 from ...shards.mesh import Mesh
 from ...shards.transfers import RECEIVE, SEND
 from ...stages.program import Program
-from ...stages.template import unrolled
+from ...stages.sub_programs import unrolled
 
 __all__ = ["groups_of"]
 

@@ -9,6 +9,7 @@ from ...concurrency.garbage import no_garbage_collection
 from ...shards.collectives import is_collective
 from ...shards.mesh import Mesh
 from ...stages.program import Program
+from ...stages.sub_programs import each_once
 from ...state.arena import BufferSpec
 from .between_stages import agree_on_transfers
 from .replicas import apart, refuse_divergence, told_apart
@@ -41,11 +42,11 @@ def meet(
       RankError: On all ranks, naming those that are missing or differ, or leaves that would diverge.
     """
     leaves = zip((*program.slot_names, *names), (*program.slots, *program.inputs), strict=True)
-    ops = [str(instr.op) for instr in program.instrs]
+    ops = [str(instr.op) for instr in (*program.instrs, *each_once(program.instrs))]
     lines = [
         f"capture `{function}`",
         *(f"{name}  {str(var.spec).partition('@')[0]}" for name, var in leaves),
-        f"{len(ops)} ATen calls, {hashlib.blake2b(repr(ops).encode(), digest_size=8).hexdigest()}",
+        f"{len(program.instrs)} ATen calls, {hashlib.blake2b(repr(ops).encode(), digest_size=8).hexdigest()}",
         "on lanes" if on_lanes else "in one line",
         *_collectives(lowered, mesh),
     ]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -26,7 +26,7 @@ from ...shards.collectives import result_of
 from ...shards.mesh import Mesh
 from ...shards.transfers import RECEIVE
 from ...stages.program import Instr, Program, Var
-from ...stages.template import Template
+from ...stages.sub_programs import SubProgram
 from ...state.arena import BufferSpec
 from ...tensors.op_table import row_of
 from .between_stages import is_between_stages
@@ -42,7 +42,7 @@ def told_apart(program: Program) -> list[str]:
     """Return what ranks compare of a program: a hash of each constant, then of the numbers in each call."""
     words = [_digest_of(constant.value) for constant in program.constants]
     return words + [
-        instr.op.known("numbers", _word_of_all) if isinstance(instr.op, Template) else _word_of(instr)
+        instr.op.known("numbers", _word_of_all) if isinstance(instr.op, SubProgram) else _word_of(instr)
         for instr in program.instrs
     ]
 
@@ -188,46 +188,29 @@ def _followed(
     counts: Counter[str] = Counter()
     axes = {axis.group: axis.name for axis in mesh.wide}
     everywhere = tuple(axes.values())
-    differs: dict[int, dict[str, str]] = {}  # by storage
-    # Views in which each rank picks its own part of a storage that is equal on all.
-    views: dict[Var, dict[str, str]] = {}
-    nothing: dict[str, str] = {}
-
-    def of(var: Var) -> dict[str, str]:
-        own, all_of_it = views.get(var), differs.get(var.storage, nothing)
-        return all_of_it | own if own else all_of_it
-
-    def add(var: Var, found: Mapping[str, str]) -> None:
-        known = differs.setdefault(var.storage, {})
-        for axis, source in found.items():
-            known.setdefault(axis, source)
-
+    differs = _Differences()
     for slot, spec, name in zip(program.slots, specs, program.slot_names, strict=True):
-        add(slot, {axis: name for axis in _cut(spec) if axis in everywhere and not of_data})
+        cut = () if of_data else _cut(spec)
+        differs.add(slot, {axis: name for axis in cut if axis in everywhere})
     for var, name in zip(program.inputs, names, strict=True):
-        add(var, dict.fromkeys(everywhere if var.spec.shape else (), name))
+        differs.add(var, dict.fromkeys(everywhere if var.spec.shape else (), name))
     for number, constant in enumerate(program.constants):
-        add(constant.var, dict.fromkeys(others.get(number, ()), constant.name))
-    for number, instr in enumerate(program.instrs, len(program.constants)):
-        if isinstance(instr.op, Template):
-            given = {place: those for place, var in enumerate(instr.args[0]) if (those := of(var))}
-            told = dict.fromkeys(others.get(number, ()), f"a number of Python in {instr.op}")
-            lies = {var.storage for var in instr.args[0]}
-            for read, places in instr.op.known("reads", _reads).items() if given or told else ():
-                found = told.copy()
-                for place in sorted(given.keys() & read):
-                    found = given[place] | found
-                for var in (instr.out[place] for place in places) if found else ():
-                    if var.storage in lies:
-                        views[var] = found
-                    else:
-                        add(var, found)
-            continue
-        found = {}
+        differs.add(constant.var, dict.fromkeys(others.get(number, ()), constant.name))
+
+    def follow(instr: Instr, differs: _Differences, told: Axes) -> None:
+        if isinstance(instr.op, SubProgram):
+            inside, given = _Differences(), {var.storage for var in instr.args[0]}
+            for mine, var in zip(instr.op.given, instr.args[0], strict=True):
+                inside.note([mine], [mine.storage], differs.of(var))
+            for one in instr.op.calls if told or any(map(differs.of, instr.args[0])) else ():
+                follow(one, inside, {})
+            for mine, var in zip(instr.op.results, instr.out, strict=True):
+                differs.note([var], given, {**inside.of(mine), **told})
+            return
+        found: dict[str, str] = {}
         for var in () if row_of(instr.op).fresh else instr.inputs():
-            found = of(var) | found
-        if number in others:
-            found = dict.fromkeys(others[number], f"a number of Python in {instr.op}") | found
+            found = {**differs.of(var), **found}
+        found = {**told, **found}
         if is_between_stages(instr, mesh):
             group = instr.args[-1]
             place = f"{group} {counts[group]} {of_data}"
@@ -241,41 +224,43 @@ def _followed(
         elif result == "own":
             found.setdefault(axes.get(instr.args[-1], "ranks"), "the rank's own part of a sum")
         looked_at = {var.storage for var in instr.inputs()} - {var.storage for var in instr.writes}
-        for var in (*instr.outputs(), *instr.writes):
+        differs.note((*instr.outputs(), *instr.writes), looked_at, found)
+
+    for number, instr in enumerate(program.instrs, len(program.constants)):
+        follow(instr, differs, dict.fromkeys(others.get(number, ()), f"a number of Python in {instr.op}"))
+    return differs.of
+
+
+class _Differences:
+    """The axes over which each value may differ, with the sources."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, dict[str, str]] = {}
+        # Views in which each rank picks its own part of a storage that is equal on all.
+        self._views: dict[Var, Axes] = {}
+
+    def of(self, var: Var) -> Axes:
+        return {**self._storages.get(var.storage, {}), **self._views.get(var, {})}
+
+    def add(self, var: Var, found: Axes) -> None:
+        known = self._storages.get(var.storage, {})
+        self._storages[var.storage] = {**known, **found, **known}
+
+    def note(self, made: Iterable[Var], looked_at: Collection[int], found: Axes) -> None:
+        """Note what a call makes of some storages: a view differs by itself."""
+        for var in made:
             if var.storage in looked_at:
-                views[var] = found
+                self._views[var] = found
             else:
-                add(var, found)
-    return of
-
-
-def _reads(template: Template) -> dict[frozenset[int], list[int]]:
-    """Return the results of a template by the given values of which they are computed."""
-    of: dict[int, set[int]] = {}  # by storage
-    views: dict[Var, set[int]] = {}
-    for place, var in enumerate(template.given):
-        views[var] = {place}
-        of.setdefault(var.storage, set()).add(place)
-    lies = set(of)
-    for instr in template.calls:
-        read = () if row_of(instr.op).fresh else instr.inputs()
-        found = set[int]().union(*(views.get(var) or of[var.storage] for var in read))
-        for var in (*instr.outputs(), *instr.writes):
-            views.setdefault(var, set()).update(found) if var.storage in lies else of.setdefault(
-                var.storage, set()
-            ).update(found)
-    results: dict[frozenset[int], list[int]] = {}
-    for place, var in enumerate(template.results):
-        results.setdefault(frozenset(views.get(var) or of[var.storage]), []).append(place)
-    return results
+                self.add(var, found)
 
 
 def _word_of(instr: Instr) -> str:
     return _word(repr(list(_numbers([instr.args, *instr.kwargs.values()]))))
 
 
-def _word_of_all(template: Template) -> str:
-    return _word(" ".join(map(_word_of, template.calls)))
+def _word_of_all(sub_program: SubProgram) -> str:
+    return _word(" ".join(map(_word_of, sub_program.calls)))
 
 
 def _numbers(value: Any) -> Iterator[Any]:
