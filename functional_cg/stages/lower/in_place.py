@@ -13,10 +13,11 @@ from torch import Tensor
 from ...ambient.modes import ordinary, without_gradients
 from ...concurrency.interrupts import uninterrupted
 from ...shards.transfers import is_between_ranks
-from ..branches.function import scope_of, spread_launches
+from ..branches.launches import Launches, UnknownLaunch
 from ..branches.listing import in_line
+from ..branches.races import refuse_races
 from ..branches.rehearsal import Lanes
-from ..branches.wrapper import UnknownStatement, Wrapper
+from ..branches.units import Unit
 from ..evaluate import evaluate, evaluate_all
 from ..fx_passes.canonical import pick_by_comparison
 from ..fx_passes.cross_entropy import rewrite_losses
@@ -139,7 +140,7 @@ class InPlacePlan(Plan):
     def _scope(self, buffers: Buffers) -> tuple[Mapping[str, Any], Sequence[Tensor]]:
         arguments, tensors = self._tensors(buffers)
         # Not part of the graph, where writing to some elements of a result would copy it.
-        return scope_of(*self._wrapper, arguments, clears(self._program, tensors)), arguments
+        return self._launches.scope(arguments, clears(self._program, tensors)), arguments
 
     def _tensors(self, buffers: Buffers) -> tuple[list[Tensor], dict[Var, Tensor]]:
         """Return the arguments of the function, and the tensors of all that is there before it."""
@@ -169,20 +170,20 @@ class InPlacePlan(Plan):
         found, timeline = opened(compiled), self.timeline
         program = self._program
         entering = [*self._entrance.slots, *program.inputs, *(c.var for c in program.constants)]
-        memory = [f"argument {var.storage}" for var in entering]
+        memory = [var.storage for var in entering]
         if found is None:
             timeline = replace(in_line(()), why="torch's compiler does not show what it wrote")
         else:
-            source, names = found
+            name, count = program.function, len(self.schedule.outputs)
             try:
-                wrapper = Wrapper(source, names, memory)
-                self._wrapper = wrapper, names
-                self._code = wrapper.code(program.function, len(self.schedule.outputs))
-                timeline = spread_launches(
-                    wrapper, self._code, names, arguments, spread, memory if padded else ()
-                )
-            except UnknownStatement as error:
+                self._launches = launches = Launches(name, *found, arguments, memory, count)
+            except UnknownLaunch as error:
                 timeline = replace(in_line(()), why=f"`{error}` is not known to be a launch")
+            else:
+                self._code = launches.code
+                padding = Unit("padding", ["*clears"], writes=frozenset(memory), commits=True)
+                timeline = spread([*launches.units, *[padding] * padded], launches.code.kept)
+                refuse_races(timeline, name)
         if timeline.lanes > 1:
             self._compiled = compiled
         else:
