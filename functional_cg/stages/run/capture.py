@@ -189,9 +189,8 @@ class CUDABackend:
                     graph, pool=self._pool, stream=self._streams[1], capture_error_mode="thread_local"
                 ),
             ):
-                walls = before.take(self._device)
+                before.take(self._device)
                 static = run(())
-                del walls
         except BaseException as error:
             _abandon(graph, self._pool, self._device)
             _let_draw(self._streams[1])
