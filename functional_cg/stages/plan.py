@@ -246,7 +246,7 @@ class AtenPlan(Plan):
                     weighed(unit, unit.call)
                     unit.writes |= ordered(unit.call)
             self.tell(spread(units, kept))
-            refuse_races(self.timeline, program.function)
+        refuse_races(self.timeline, program.function)
 
     def as_text(self) -> str:
         return self._source
@@ -286,18 +286,13 @@ class AtenPlan(Plan):
 
     def _split_hoisted(self) -> tuple[list[Instr], list[Instr]]:
         """Separate the calls that only take views of static buffers from the rest of the head."""
-        fixed = {*self.program.slots, *self.program.inputs, *(known.var for known in self.program.ranges)}
-        fixed |= {
-            c.var for i, c in enumerate(self.program.constants) if i not in self._runs.written_constants
-        }
-        self._fixed = fixed
+        program, written = self.program, self._runs.written_constants
+        constants = [one.var for i, one in enumerate(program.constants) if i not in written]
+        self._fixed = {*program.slots, *program.inputs, *constants, *(one.var for one in program.ranges)}
         hoisted, head = [], []
         for instr in self._runs.head:
-            makes_one = (
-                isinstance(instr.out, Var) and not instr.writes and not fixed.isdisjoint(instr.inputs())
-            )
-            if makes_one and instr.is_view and all(var in fixed for var in instr.inputs()):
-                fixed.add(instr.out)
+            if self._fixed.issuperset(instr.inputs()) and instr.is_view and not instr.writes:
+                self._fixed.add(instr.out)
                 hoisted.append(instr)
             else:
                 head.append(instr)

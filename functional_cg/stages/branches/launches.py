@@ -247,15 +247,13 @@ class _Torch:
 
 def _kernels(source: str, names: Mapping[str, Any]) -> Any:
     """Yield the kernels of a module by name: those of Triton, and those in C++."""
-    from torch._inductor.runtime.hints import HeuristicType
-
     for name, types in _OF_CPP.findall(source):
         only_reads = [kind.startswith("const ") for kind in ast.literal_eval(types)]
         yield name, Kernel(name, names[name], only_reads)
     for name, value in names.items():
         if (mutated := getattr(value, "mutated_arg_names", None)) is not None:
             # The names of arguments say something where the compiler wrote the kernel.
-            own = value.heuristic_type != HeuristicType.USER_AUTOTUNE
+            own = value.heuristic_type.name != "USER_AUTOTUNE"
             read = [own and one.startswith("in_ptr") and one not in mutated for one in value.fn.arg_names]
             yield name, Kernel(name, partial(_on_stream, value.run, names["get_raw_stream"]), read)
 

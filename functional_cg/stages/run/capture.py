@@ -269,7 +269,7 @@ class CUDABackend:
         return _Streams(self._streams[1 : 1 + count])
 
 
-class _Streams:
+class _Streams(Lanes):
     """The lanes of a branched plan as streams of one capture, which the first of them began."""
 
     def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
@@ -295,9 +295,6 @@ class _Streams:
 
     def record(self, unit: int) -> None:
         self._events[unit] = torch.cuda.current_stream().record_event()
-
-    def kernel(self, launch: Callable[..., Any]) -> Callable[..., Any]:
-        return launch
 
 
 def _first(error: Exception) -> Exception:
