@@ -63,7 +63,7 @@ def recorded(source: str, names: dict[str, Any], body: Sequence[str], values: Se
     """The launches of a function with these lines."""
     scope = dict(names)
     exec("\n".join(["def call(args):", *(f"    {line}" for line in body)]), scope)
-    return Launches("any", source, {**names, "call": scope["call"]}, values, range(len(values)), 9)
+    return Launches("any", source, {**names, "call": scope["call"]}, values, 9)
 
 
 def read(*lines: str) -> tuple[Code, list[Unit]]:

@@ -118,8 +118,17 @@ BRANCHES = (
     Mutant(
         "N124",
         "a view in a compiled step is taken for memory of its own, and nobody checks",
-        (("            if key not in self._storages:\n", "            if True:\n"),
-            ("    if not rehearsal.surprise:\n", "    if True:\n"),),
+        (
+            (
+                "            return self._variables.get(value) or self._variables.new(value)\n",
+                (
+                    "            made = self._variables.get(value) or self._variables.new(value)\n"
+                    "            made.storage = made.index\n"
+                    "            return made\n"
+                ),
+            ),
+            ("    if not rehearsal.surprise:\n", "    if True:\n"),
+        ),
         (IN_ANY_ORDER,),
         no_gpu=ON_A_GPU,
     ),

@@ -25,9 +25,9 @@ from ...shards.collectives import WAIT
 from ...state.arena import BufferSpec
 from ...tensors.aten import written_arguments
 from ...tensors.fake_mode import FakeMode
-from ...tensors.overlap import storage_key
 from ..evaluate import AS_STRIDED
 from ..program import Instr, Var, vars_in
+from ..variables import Variables
 from ..work import flops_of, micros
 from .source import Code, Writer
 from .units import LINK, Unit, fixed_by, ordered, units_of
@@ -74,8 +74,7 @@ class Launches(TorchDispatchMode):
       function: Name of the user's function.
       source: The module that the compiler wrote.
       names: Its globals.
-      arguments: Tensors like the function's arguments, as it will get them.
-      memory: The number of the storage that each lies in.
+      arguments: Tensors like the function's arguments, as it will get them, each in memory of its own.
       count: How many of its results leave the step.
     Attributes:
       units: The launches, weighed.
@@ -85,19 +84,9 @@ class Launches(TorchDispatchMode):
     """
 
     def __init__(
-        self,
-        function: str,
-        source: str,
-        names: Mapping[str, Any],
-        arguments: Sequence[Tensor],
-        memory: Sequence[int],
-        count: int,
+        self, function: str, source: str, names: Mapping[str, Any], arguments: Sequence[Tensor], count: int
     ) -> None:
         super().__init__()
-        self._variables: dict[int, Var] = {}
-        self._storages: dict[int, int] = {}
-        self._fresh = itertools.count(1 + max(memory, default=0))
-        self._tensors: list[Tensor] = []  # keeps their ids unique
         self._calls: list[Instr] = []
         self._made_for: dict[Instr, list[Instr]] = {}
         self._waiting: dict[
@@ -105,7 +94,8 @@ class Launches(TorchDispatchMode):
         ] = {}  # allocations, with views, until something touches the memory
         self._constants: dict[Var, Tensor] = {}
         self._mode, self._writer = FakeMode(), Writer()
-        fakes = [self._there(one, number) for one, number in zip(arguments, memory, strict=True)]
+        self._variables = Variables(self._mode)
+        fakes = list(map(self._there, arguments))
         self._arguments: list[Var] = self._vars(fakes)
         call = getattr(names["call"], "__func__", names["call"])
         scope = self._stand_ins({*call.__code__.co_names}, source, names, fakes, arguments)
@@ -153,29 +143,16 @@ class Launches(TorchDispatchMode):
         named = {repr(var): tensor for var, tensor in tensors.items()}
         return {**self._writer.names, **named, "clears": clears}
 
-    def _there(self, tensor: Tensor, memory: int) -> Tensor:
+    def _there(self, tensor: Tensor) -> Tensor:
         """Return a fake tensor like one that is there before the run."""
         with self._mode:
-            fake = torch.empty_strided(
+            return torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
             )
-        self._storages[storage_key(fake)] = memory
-        return fake
-
-    def _var(self, tensor: Tensor) -> Var:
-        if id(tensor) not in self._variables:
-            self._tensors.append(tensor)
-            spec, key = _spec(tensor), storage_key(tensor)
-            if key not in self._storages:
-                self._storages[key] = next(self._fresh)
-            fills = tensor.untyped_storage().nbytes() == spec.nbytes
-            var = Var(len(self._variables), spec, self._storages[key], int(tensor.storage_offset()), fills)
-            self._variables[id(tensor)] = var
-        return self._variables[id(tensor)]
 
     def _vars(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._var(value)
+            return self._variables.get(value) or self._variables.new(value)
         return type(value)(map(self._vars, value)) if isinstance(value, (list, tuple)) else value
 
     def _record(
@@ -220,8 +197,8 @@ class Launches(TorchDispatchMode):
         for name in called & names.keys():
             value = names[name]
             if isinstance(value, Tensor):
-                scope[name] = fake = self._there(value, next(self._fresh))
-                self._constants[self._var(fake)] = value
+                scope[name] = fake = self._there(value)
+                self._constants[self._vars(fake)] = value
             elif name in kernels:
                 launch = partial(self._launch, kernels[name])
                 scope[name] = launch if callable(value) else SimpleNamespace(run=launch)

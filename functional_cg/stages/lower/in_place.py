@@ -169,19 +169,20 @@ class InPlacePlan(Plan):
         compiled = self._compile(arguments, beside=True)
         found, timeline = opened(compiled), self.timeline
         program = self._program
-        entering = [*self._entrance.slots, *program.inputs, *(c.var for c in program.constants)]
-        memory = [var.storage for var in entering]
+        entering = self._entrance.takes(program)
         if found is None:
             timeline = replace(in_line(()), why="torch's compiler does not show what it wrote")
+        elif len({var.storage for var in entering}) < len(entering):
+            timeline = replace(in_line(()), why="two arguments of its compiled function share memory")
         else:
             name, count = program.function, len(self.schedule.outputs)
             try:
-                self._launches = launches = Launches(name, *found, arguments, memory, count)
+                self._launches = launches = Launches(name, *found, arguments, count)
             except UnknownLaunch as error:
                 timeline = replace(in_line(()), why=f"`{error}` is not known to be a launch")
             else:
                 self._code = launches.code
-                padding = Unit("padding", ["*clears"], writes=frozenset(memory), commits=True)
+                padding = Unit("padding", ["*clears"], writes=frozenset(launches.code.known), commits=True)
                 timeline = spread([*launches.units, *[padding] * padded], launches.code.kept)
                 refuse_races(timeline, name)
         if timeline.lanes > 1:
