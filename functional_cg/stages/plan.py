@@ -18,7 +18,7 @@ from torch import Tensor
 from ..concurrency.interrupts import uninterrupted
 from ..messages.source import Location
 from ..tensors.aten import UNGROUPED, copies
-from .branches.costs import copy_micros, weighed
+from .branches.costs import weighed
 from .branches.listing import Timeline, in_line
 from .branches.races import refuse_races
 from .branches.rehearsal import Lanes
@@ -32,6 +32,7 @@ from .program import Instr, Program, Var
 from .schedule import Schedule, schedule
 from .template import Template
 from .together import Together
+from .work import micros
 
 __all__ = [
     "AtenPlan",
@@ -359,10 +360,10 @@ class AtenPlan(Plan):
                     f"partial({old!r}.copy_, {new})" for (old, _), new in zip(group, values, strict=True)
                 ]
             read = {f"w_{old!r}" if old in plan.staged else new.storage for old, new in group}
-            micros, busy = copy_micros(sum(old.spec.nbytes for old, _ in group))
+            alone, busy = micros(2 * sum(old.spec.nbytes for old, _ in group))
             yield Unit(
                 "new state", calls, after_checks(read), frozenset(old.storage for old, _ in group),
-                commits=True, micros=micros, busy=busy,
+                commits=True, micros=alone, busy=busy,
             )  # fmt: skip
         padded = frozenset(known.var.storage for known in self.program.ranges)
         if padded:
@@ -407,17 +408,12 @@ class AtenPlan(Plan):
 
 def _copy(name: str, target: str, source: str, var: Var, reads: Collection[Memory], to: Memory) -> Unit:
     """Return the unit that copies a value into memory of its own."""
-    micros, busy = copy_micros(var.spec.nbytes)
-    return Unit(
-        name,
-        [f"{target} = {source}.clone()"],
-        frozenset(reads),
-        frozenset({to}),
-        {to: var.spec.nbytes},
-        [(to, target)],
-        micros=micros,
-        busy=busy,
+    made = {to: var.spec.nbytes}
+    unit = Unit(
+        name, [f"{target} = {source}.clone()"], frozenset(reads), frozenset(made), made, [(to, target)]
     )
+    unit.micros, unit.busy = micros(2 * var.spec.nbytes)
+    return unit
 
 
 def lower_aten(program: Program, *, timed: bool = False) -> AtenPlan:

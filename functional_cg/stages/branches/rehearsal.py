@@ -7,7 +7,7 @@ tensor, or copy where it saw a view, do no harm in a line. Between lanes they wo
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from .units import Memory, Unit
 __all__ = ["Lanes", "Rehearsal"]
 
 
-class Lanes(Protocol):
+class Lanes:
     """Where the calls of a branched plan run: by default, one lane. On a GPU, streams and the events between them.
 
     Entering begins on lane 0, and leaving ends there, after all lanes.
