@@ -89,23 +89,22 @@ class Launches(TorchDispatchMode):
         super().__init__()
         self._calls: list[Instr] = []
         self._made_for: dict[Instr, list[Instr]] = {}
-        self._waiting: dict[
-            int, list[Instr]
-        ] = {}  # allocations, with views, until something touches the memory
+        # Allocations, with views, until something touches the memory.
+        self._waiting: dict[int, list[Instr]] = {}
         self._constants: dict[Var, Tensor] = {}
         self._mode, self._writer = FakeMode(), Writer()
         self._variables = Variables(self._mode)
         fakes = list(map(self._there, arguments))
         self._arguments: list[Var] = self._vars(fakes)
         call = getattr(names["call"], "__func__", names["call"])
-        scope = self._stand_ins({*call.__code__.co_names}, source, names, fakes, arguments)
         objects = [None] * (call.__code__.co_argcount - 1)  # of a method
         try:
+            scope = self._stand_ins({*call.__code__.co_names}, source, names, fakes, arguments)
             with self._mode, self:
                 results = self._vars(FunctionType(call.__code__, scope)(*objects, list(fakes)))
         except UnknownLaunch:
             raise
-        except Exception as error:  # of any op
+        except Exception as error:  # of any op, or of a kernel that does not say what it writes
             raise UnknownLaunch(f"{type(error).__name__}: {words_of(error)}") from error
         for calls in self._waiting.values():  # results that nothing writes, since they have no elements
             self._calls += calls
