@@ -36,9 +36,9 @@ def place(unit: int, lane: int, *waits: int, records: bool = True, frees: tuple[
 LEGAL = (place(0, 1), place(2, 2), place(1, 0, 0), place(3, 1, 1, 2))
 
 
-def refused(found: str, *places: Place, units: tuple[Unit, ...] = UNITS) -> None:
+def refused(found: str, *places: Place, units: tuple[Unit, ...] = UNITS, lanes: int = 3) -> None:
     with pytest.raises(CaptureError, match=f"the branches of its graph are not ordered: {found}"):
-        refuse_races(Timeline(units, places, 3), "step")
+        refuse_races(Timeline(units, places, lanes), "step")
 
 
 def without(position: int, wait: int) -> list[Place]:
@@ -85,6 +85,12 @@ def test_a_branch_past_the_commit_is_refused() -> None:
 def test_an_early_reuse_of_memory_is_refused() -> None:
     free = place(0, 1, frees=(1,))
     refused("make 2 touches memory that is free", free, *LEGAL[1:])
+    refused(
+        "make 2 touches memory that is free",
+        place(0, 0, frees=(1,)),
+        *(place(n, 0) for n in (1, 2, 3)),
+        lanes=1,
+    )
     # Lane 1 made it and lane 0 reads it: lane 1 may free it once it has waited for that.
     refuse_races(Timeline(UNITS, [*LEGAL[:3], replace(LEGAL[3], frees=(1,))], 3), "step")
     late = place(3, 2, 1)

@@ -1,7 +1,8 @@
-"""What a compiled function launches, read from its wrapper: each kind of statement, and any order of lanes."""
+"""What a compiled function launches, recorded on fake tensors: each kind of statement, and any order of lanes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,54 +13,71 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._inductor.runtime.hints import HeuristicType
+from torch._inductor.select_algorithm import extern_kernels
 from torch.utils._python_dispatch import _disable_current_modes
 
-from functional_cg.stages.branches.function import _allocated, scope_of, spread_launches
-from functional_cg.stages.branches.source import on_lanes, rehearsed
+from functional_cg.stages.branches.launches import Launches, UnknownLaunch
+from functional_cg.stages.branches.races import refuse_races
+from functional_cg.stages.branches.source import Code, on_lanes, rehearsed
 from functional_cg.stages.branches.units import GENERATOR, LINK, Unit
-from functional_cg.stages.branches.wrapper import UnknownStatement, Wrapper
 from functional_cg.stages.plan import Buffers
 from functional_cg.testing.recorded import Address
 from functional_cg.testing.simulator import _Recorder
 from tests.branched import in_any_order
 from tests.shares import THOROUGH
 
-HEAD = '''
-import torch
-from torch._inductor.select_algorithm import extern_kernels
-aten = torch.ops.aten
-assert_size_stride = torch._C._dynamo.guards.assert_size_stride
-reinterpret_tensor = torch._C._dynamo.guards._reinterpret_tensor
-two = async_compile.cpp_pybinding(['const float*', 'float*'], r"")
-half = async_compile.triton('half', """
-@triton_heuristics.pointwise(inductor_meta={'mutated_arg_names': ['in_ptr1', 'in_out_ptr0']})
-@triton.jit
-def half(in_out_ptr0, in_ptr0, in_ptr1, out_ptr0, xnumel, XBLOCK): pass
-""", device_str='cuda')
-theirs = async_compile.triton('theirs', """
-@triton_heuristics.user_autotune(configs=[])
-@triton.jit
-def theirs(in_ptr0, in_ptr1): pass
-""", device_str='cuda')
-class Runner:
-    def call(self, args):
-        arg0_1, arg1_1 = args
-        args.clear()
-'''
-
-NAMES: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten, "c0": torch.ones(2)}
-NAMES |= dict.fromkeys(("two", "half", "theirs", "reinterpret_tensor", "extern_kernels"))
+HEAD = """
+two = async_compile.cpp_pybinding(['const float*', 'float*'], r'')
+"""
 
 
-def read(*lines: str) -> Wrapper:
-    return Wrapper(HEAD + "".join(f"        {line}\n" for line in lines), NAMES, ["slot", "input"])
+def triton(run: Any, *names: str, mutated: Sequence[str] = (), kind: Any = HeuristicType.POINTWISE) -> Any:
+    """What the compiler's module holds for a kernel in Triton."""
+    return SimpleNamespace(
+        run=run, fn=SimpleNamespace(arg_names=names), mutated_arg_names=mutated, heuristic_type=kind
+    )
+
+
+NAMES: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten, "c0": torch.ones(2, 2)}
+NAMES |= dict.fromkeys(
+    ("two", "reinterpret_tensor", "get_raw_stream", "assert_size_stride", "unheard_of"), print
+)
+NAMES |= {"empty_strided_cuda": None, "extern_kernels": extern_kernels, "copy_if_misaligned": lambda one: one}
+NAMES["half"] = triton(
+    None,
+    "in_out_ptr0",
+    "in_ptr0",
+    "in_ptr1",
+    "out_ptr0",
+    "xnumel",
+    "XBLOCK",
+    mutated=["in_ptr1", "in_out_ptr0"],
+)
+NAMES["theirs"] = triton(None, "in_ptr0", "in_ptr1", kind=HeuristicType.USER_AUTOTUNE)
+NAMES |= {"multi_kernel_0": print, "mkldnn": torch.ops.mkldnn}
+SLOT, INPUT, CONSTANT = 0, 1, 2
+
+
+def recorded(source: str, names: dict[str, Any], body: Sequence[str], values: Sequence[Tensor]) -> Launches:
+    """The launches of a function with these lines."""
+    scope = dict(names)
+    exec("\n".join(["def call(args):", *(f"    {line}" for line in body)]), scope)
+    return Launches("any", source, {**names, "call": scope["call"]}, values, 9)
+
+
+def read(*lines: str) -> tuple[Code, list[Unit]]:
+    body = ["arg0_1, arg1_1 = args", "args.clear()", *lines]
+    launches = recorded(HEAD, NAMES, body, [torch.ones(2, 2), torch.ones(2, 2)])
+    return launches.code, launches.units
 
 
 def touched(unit: Unit) -> tuple[set[Any], set[Any], set[Any]]:
     return {*unit.reads}, {*unit.writes}, {*unit.made}
 
 
-SLOT, INPUT, CONSTANT = "slot", "input", "c0"
+def called(unit: Unit) -> list[str]:
+    return [str(instr.op) for instr in unit.calls]
 
 
 @pytest.mark.parametrize(
@@ -72,24 +90,22 @@ SLOT, INPUT, CONSTANT = "slot", "input", "c0"
         ("half.run(c0, arg0_1, arg1_1, c0, 8, stream=stream0)", {SLOT, INPUT, CONSTANT}, {INPUT, CONSTANT}),
         ("theirs.run(arg0_1, arg1_1, stream=stream0)", {SLOT, INPUT}, {SLOT, INPUT}),
         ("extern_kernels.mm(arg1_1, reinterpret_tensor(arg1_1, (2, 2), (1, 2)), out=arg0_1)", {SLOT, INPUT}, {SLOT}),
-        ("buf0 = extern_kernels.convolution(arg1_1, arg0_1, bias=c0)", {SLOT, INPUT, CONSTANT}, {"buf0"}),
+        ("buf0 = extern_kernels.addmm(c0, arg1_1, arg0_1)", {SLOT, INPUT, CONSTANT}, {3}),
         ("torch.ops.aten.add_.Tensor(arg0_1, arg1_1)", {SLOT, INPUT}, {SLOT}),
-        ("aten.index_put_(arg0_1, [arg1_1], c0)", {SLOT, INPUT, CONSTANT}, {SLOT, INPUT, CONSTANT}),
-        ("aten.randint.low_out(0, 9, [2], out=arg0_1)", {SLOT}, {SLOT, GENERATOR}),
+        ("aten.index_put_(arg0_1, [arg1_1 > 0], c0[0, 0])", {SLOT, 3, CONSTANT}, {SLOT}),
+        ("aten.randint.low_out(0, 9, [2, 2], out=arg0_1)", {SLOT}, {SLOT, GENERATOR}),
         ("arg0_1.zero_()", {SLOT}, {SLOT}),
     ],
 )  # fmt: skip
 def test_what_a_launch_touches(line: str, reads: set[Any], writes: set[Any]) -> None:
     aligned, stream = "arg1_1 = copy_if_misaligned(arg1_1)", "stream0 = get_raw_stream(0)"
-    wrapper = read(aligned, stream, line, stream, "return (arg1_1, )")
-    (unit,) = wrapper.units
-    assert (unit.reads, unit.writes) == (reads, writes)
-    assert (wrapper.entering, wrapper.aligned) == ([stream], {"arg1_1"})
-    assert wrapper.returned == {"input"}
+    code, units = read(aligned, stream, line, stream, "return (arg1_1, c0)")
+    assert (units[-1].reads, units[-1].writes) == (reads, writes)
+    assert code.kept == {INPUT, CONSTANT}
 
 
 def test_memory_belongs_to_what_first_touches_it() -> None:
-    wrapper = read(
+    code, (first, sort, last) = read(
         "with torch.cuda._DeviceGuard(0):",
         "    torch.cuda.set_device(0)",
         "    assert_size_stride(arg0_1, (2, 2), (2, 1))",
@@ -106,23 +122,23 @@ def test_memory_belongs_to_what_first_touches_it() -> None:
         "    two(buf2, buf6)",
         "return (buf5, )",
     )
-    first, sort, last = wrapper.units
-    assert touched(first) == ({"slot", "buf0"}, {"slot", "buf0"} - {"slot"}, {"buf0"})
-    assert touched(sort) == ({"buf0"}, {"buf4"}, {"buf4"})
-    assert touched(last) == ({"slot", "buf4"}, {"buf4"}, set())
-    assert [line.partition(" ")[0] for line in first.lines] == ["buf0", "buf1", "two(arg0_1,", "buf3"]
-    assert [line.partition(" ")[0] for line in sort.lines] == ["buf4", "buf5", "buf6"]
-    assert first.defined == [("buf0", name) for name in ("buf0", "buf1", "buf3")]
-    assert sort.defined == [("buf4", name) for name in ("buf4", "buf5", "buf6")]
-    assert [wrapper.first.lines[0], wrapper.first.lines[-1][:4]] == ["torch.cuda.set_device(0)", "buf2"]
-    assert wrapper.returned == {"buf4"}
+    made, (values, places) = *first.made, sort.made
+    assert touched(first) == ({SLOT, made}, {made}, {made})
+    assert touched(sort) == ({made}, {values, places}, {values, places})
+    assert touched(last) == ({SLOT, values}, {values}, set())
+    assert called(first) == ["aten.empty_strided.default", "aten.as_strided.default", "two"]
+    assert called(sort)[:2] == ["aten.sort.default", "aten.view.dtype"]
+    assert [memory for memory, _ in first.defined] == [made, made]
+    assert [memory for memory, _ in sort.defined][:3] == [values, places, values]
+    assert called(code.first) == ["aten.as_strided.default"]
+    assert code.kept == {values}
 
 
 def test_a_wait_belongs_to_its_collective() -> None:
     """What is gathered is there once the unit has run, and what is sent is free then."""
     gather = "torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default"
     wait, reduce = (f"torch.ops._c10d_functional.{name}.default" for name in ("wait_tensor", "all_reduce_"))
-    wrapper = read(
+    _, units = read(
         f"buf0 = {gather}([arg0_1, c0], 2, '0')",
         "buf1 = buf0[0]",
         "buf2 = buf0[1]",
@@ -134,55 +150,53 @@ def test_a_wait_belongs_to_its_collective() -> None:
         f"{wait}(arg1_1)",
         "return (buf3, )",
     )
-    launch, between, summed, last = wrapper.units
-    assert touched(launch) == ({SLOT, CONSTANT}, {"buf0", LINK}, {"buf0"})
-    assert [line.partition("(")[0] for line in launch.lines] == [
-        f"buf0 = {gather}", "buf1 = buf0[0]", "buf2 = buf0[1]", wait, f"buf3 = {wait}",
+    launch, between, summed, last = units
+    one, other = launch.made
+    assert touched(launch) == ({SLOT, CONSTANT}, {one, other, LINK}, {one, other})
+    assert [line.rpartition(".")[0] for line in called(launch)] == [
+        "_c10d_functional.all_gather_into_tensor_coalesced", *["_c10d_functional.wait_tensor"] * 2,
     ]  # fmt: skip
     assert touched(summed) == ({INPUT}, {INPUT, LINK}, set())
-    assert [line.partition("(")[0] for line in summed.lines] == [reduce, wait]
-    assert touched(last) == ({"buf0", CONSTANT}, {CONSTANT}, set())
-    assert [unit.link for unit in wrapper.units] == [True, False, True, False]
-    assert not any(unit.fixed for unit in wrapper.units)
-    assert between.lines == ["two(arg1_1, arg0_1)"]
-    assert launch.defined == [("buf0", name) for name in ("buf0", "buf1", "buf2", "buf3")]
+    assert called(summed) == ["_c10d_functional.all_reduce_.default", "_c10d_functional.wait_tensor.default"]
+    assert touched(last) == ({other, CONSTANT}, {CONSTANT}, set())
+    assert [unit.link for unit in units] == [True, False, True, False]
+    assert not any(unit.fixed for unit in units)
+    assert called(between) == ["two"]
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        "torch.ops._c10d_functional.wait_tensor.default(arg0_1)",
         "u0 = arg0_1.item()",
-        "buf0 = copy_if_misaligned(arg0_1)",
-        "arg0_1 = copy_if_misaligned(arg1_1)",
-        "for i in range(2): two(arg0_1, arg1_1)",
         "multi_kernel_0.run(arg0_1, arg1_1)",
         "torch.cuda.synchronize()",
-        "partition0_args = [arg0_1]",
-        "buf0, buf1 = torch.ops.aten.sort.default(arg0_1)",
-        "arg0_1 = arg1_1",
-        "buf0 = c0.T",
-        "buf0 = torch.where(arg0_1, arg1_1)",
-        "two(unheard_of, arg0_1)",
-        "two(*args)",
-        "(lambda: arg0_1.zero_())()",
+        "with torch.cuda.stream(1): two(arg0_1, arg1_1)",
+        "unheard_of(arg0_1)",
+        "two(undefined, arg0_1)",
+        "buf0 = torch.ops.aten.nonzero.default(arg0_1)",
+        "buf0 = torch.ops.aten.mm.out(arg0_1, arg1_1, out=torch.ops.aten.empty.memory_format([3]))",
     ],
 )
 def test_other_statements_end_the_reading(line: str) -> None:
-    with pytest.raises(UnknownStatement, match=r"."):
+    with pytest.raises(UnknownLaunch, match=r"."):
         read(line, "return (arg0_1, )")
+
+
+def test_a_copy_of_an_argument_that_is_not_aligned_ends_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NAMES, "copy_if_misaligned", torch.clone)
+    with pytest.raises(UnknownLaunch, match="copy_if_misaligned"):
+        read("arg0_1 = copy_if_misaligned(arg0_1)", "return (arg0_1, )")
 
 
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("torch.ops.c10d.allreduce_.default(arg0_1)", "is an op of another library"),
-        ("aten.resize_(arg0_1, [4])", "gives a tensor other memory"),
-        ("buf0 = torch.ops.aten.expand_as.default(arg0_1, arg1_1)", "returns an argument"),
+        ("mkldnn._linear_pointwise(arg0_1, arg1_1, None, 'none', [], '')", "is an op of another library"),
+        ("aten.set_(arg0_1, arg1_1)", "gives a tensor other memory"),
     ],
 )  # fmt: skip
 def test_what_holds_a_compiled_step_on_one_lane(line: str, why: str) -> None:
-    (unit,) = read(line, "return (arg0_1, )").units
+    unit = read(line, "return (arg0_1, )")[1][-1]
     assert unit.fixed.endswith(why)
 
 
@@ -203,7 +217,7 @@ class _Lane:
     def launch(self, kernel: Any, *tensors: Tensor, stream: int) -> None:
         """Launch a kernel as Triton's are: on a stream, unseen by the dispatcher."""
         assert stream == self.number(), "on the stream of another lane"
-        (kernel if self.recorder is None else self.recorder.kernel(kernel))(*tensors)
+        kernel(*tensors)
 
 
 def kernel(reads: int, number: int) -> Any:
@@ -246,8 +260,7 @@ def wrappers(draw: st.DrawFn) -> tuple[list[str], list[str], dict[str, Any], dic
                     *(f"in_ptr{i}" for i in range(len(read))),
                     *(f"out_ptr{i}" for i in range(len(written))),
                 ]
-                code = f"def k{number}({', '.join(names)}, n): pass"
-                head.append(f"k{number} = async_compile.triton('k{number}', {code!r})")
+                kernels[f"k{number}"] = kernels[f"k{number}"], names
                 lines.append(f"k{number}.run({given}, stream=stream0)")
             else:
                 functions[f"k{number}"] = kernel(len(read), number)
@@ -264,11 +277,13 @@ def wrappers(draw: st.DrawFn) -> tuple[list[str], list[str], dict[str, Any], dic
 def test_launches_in_any_order(wrapper: Any, lanes: int, number: int) -> None:
     """On simulated lanes, in orders that a device may take: the bits of what the compiler wrote, run as it is."""
     head, lines, functions, kernels = wrapper
-    source = "\n".join([*head, "def call(args):", *(f"    {line}" for line in lines)])
-    here = _Lane()
-    names: dict[str, Any] = {"torch": torch, "get_raw_stream": here.number, "empty_strided_cpu": _allocated}
-    names |= {"reinterpret_tensor": torch._C._dynamo.guards._reinterpret_tensor, **functions}
-    names |= {name: SimpleNamespace(run=partial(here.launch, one)) for name, one in kernels.items()}
+    here, guards = _Lane(), torch._C._dynamo.guards
+    names: dict[str, Any] = {"torch": torch, "get_raw_stream": here.number, **functions}
+    names |= {
+        "reinterpret_tensor": guards._reinterpret_tensor,
+        "empty_strided_cpu": guards._empty_strided_cpu,
+    }
+    names |= {name: triton(partial(here.launch, one), *given) for name, (one, given) in kernels.items()}
     values = [torch.arange(float(SIZE)) + 10 * i for i in range(3)]
     expected = [one.clone() for one in values]
     scope = dict(names)
@@ -277,13 +292,14 @@ def test_launches_in_any_order(wrapper: Any, lanes: int, number: int) -> None:
 
     static = [one.clone() for one in values]
     spread = partial(in_any_order, number, lanes)
-    wrapper = Wrapper(source, names, ["a", "b", "c"])
-    code = wrapper.code("any", 9)
-    timeline = spread_launches(wrapper, code, names, values, spread)
+    launches = recorded("\n".join(head), names, lines, values)
+    code = launches.code
+    timeline = spread(launches.units, code.kept)
+    refuse_races(timeline, "any")
     spare = [one.clone() for one in values]
-    timeline = rehearsed(timeline, code, scope_of(wrapper, names, spare, ()), spare)
+    timeline = rehearsed(timeline, code, launches.scope(spare, ()), spare)
     here.recorder = recorder = _Recorder(Buffers(static, [], []))
-    run = on_lanes(recorder.lanes, timeline, code, scope_of(wrapper, names, static, ()))
+    run = on_lanes(recorder.lanes, timeline, code, launches.scope(static, ()))
     with torch.no_grad(), recorder:
         out = run(())
     results = [Address(one, recorder.locate(one)) for one in out]
@@ -297,10 +313,10 @@ def test_launches_in_any_order(wrapper: Any, lanes: int, number: int) -> None:
         for call in recorder.lanes.order(turn):
             call.repeat()
         found = [*(one.tensor() for one in results), *static]
-        assert all(map(torch.equal, found, wanted)), (turn, source)
+        assert all(map(torch.equal, found, wanted)), (turn, lines)
 
 
-def test_an_op_that_returns_other_memory_than_its_code_says_holds_all_on_one_lane() -> None:
+def test_an_op_that_returns_other_memory_than_its_trace_says_holds_all_on_one_lane() -> None:
     """Its result lies in its argument: the order of what touches one does not follow from the other."""
     lines = [
         "buf0 = torch.ops.aten.add.Tensor(arg0_1, 1)",
@@ -308,23 +324,15 @@ def test_an_op_that_returns_other_memory_than_its_code_says_holds_all_on_one_lan
         "arg0_1.zero_()",
         "return (buf0, )",
     ]
-    lying = SimpleNamespace(
-        ops=SimpleNamespace(aten=SimpleNamespace(add=SimpleNamespace(Tensor=lambda a, b: a)))
-    )
     values, spread = [torch.ones(SIZE), torch.ones(SIZE)], partial(in_any_order, 0, 2)
-    for torch_of, lanes in ((torch, 2), (lying, 1)):
-        names = {**NAMES, "torch": torch_of}
-        wrapper = read(*lines)
-        code = wrapper.code("any", 1)
-        timeline = spread_launches(wrapper, code, names, values, spread)
+    for lies in (False, True):
+        launches = recorded("", NAMES, ["arg0_1, arg1_1 = args", *lines], values)
+        code = launches.code
+        timeline = spread(launches.units, code.kept)
         assert timeline.lanes == 2
-        timeline = rehearsed(timeline, code, scope_of(wrapper, names, values, ()), values)
-        assert timeline.lanes == lanes
-        assert ("returns other memory than its trace says" in str(timeline)) == (lanes == 1)
-
-
-def test_what_does_not_run_on_shapes_alone_ends_the_reading() -> None:
-    wrapper = read("buf0 = torch.ops.aten.nonzero.default(arg0_1)", "return (buf0, )")
-    code = wrapper.code("any", 1)
-    with pytest.raises(UnknownStatement, match="nonzero"):
-        spread_launches(wrapper, code, NAMES, [torch.ones(2)] * 2, partial(in_any_order, 0, 2))
+        scope = launches.scope(values, ())
+        if lies:
+            scope["op_aten_add_Tensor"] = lambda a, b: a
+        timeline = rehearsed(timeline, code, scope, values)
+        assert timeline.lanes == 2 - lies
+        assert ("returns other memory than its trace says" in str(timeline)) == lies

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from .program import Instr, Var
 
-__all__ = ["alive_at_peak", "last_uses", "lives_of", "peak_bytes", "spanned", "storage_bytes"]
+__all__ = ["alive_at_peak", "last_uses", "peak_bytes", "spanned", "storage_bytes"]
 
 
 def storage_bytes(instrs: Iterable[Instr]) -> dict[int, int]:
@@ -39,41 +39,28 @@ def peak_bytes(instrs: Sequence[Instr], kept: Collection[int], sizes: Mapping[in
 
 def alive_at_peak(instrs: Sequence[Instr], kept: Collection[int], sizes: Mapping[int, int]) -> list[int]:
     """Return the temporaries that are alive while most bytes are, by storage; for the arguments see `peak_bytes`."""
-    lives = lives_of(instrs, kept, sizes)
-    change = [0] * (len(instrs) + 2)
-    for one, (start, end) in lives.items():
-        change[start] += sizes[one]
-        change[end + 1] -= sizes[one]
-    alive = list(itertools.accumulate(change))
-    place = max(range(len(alive)), key=alive.__getitem__)
-    return [one for one, (start, end) in lives.items() if start <= place <= end]
-
-
-def lives_of(
-    instrs: Sequence[Instr], kept: Collection[int], storages: Collection[int]
-) -> dict[int, tuple[int, int]]:
-    """Return the numbers of the calls that make and last touch each storage; behind the last call for what is kept."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    for i, instr in enumerate(instrs):
-        for var in (*instr.outputs(), *instr.inputs()):
-            if var.storage in storages:
-                first.setdefault(var.storage, i)
-                last[var.storage] = i
-    last |= {one: len(instrs) for one in kept if one in first}
-    return {one: (start, last[one]) for one, start in first.items()}
+    for number, instr in enumerate(instrs):
+        for one in (var.storage for var in (*instr.outputs(), *instr.inputs()) if var.storage in sizes):
+            first.setdefault(one, number)
+            last[one] = number
+    last |= dict.fromkeys(first.keys() & kept, len(instrs))
+    change = [0] * (len(instrs) + 2)
+    for one, start in first.items():
+        change[start] += sizes[one]
+        change[last[one] + 1] -= sizes[one]
+    alive = list(itertools.accumulate(change))
+    place = max(range(len(alive)), key=alive.__getitem__)
+    return [one for one, start in first.items() if start <= place <= last[one]]
 
 
-def last_uses(head: Sequence[Instr], kept: Collection[Var]) -> dict[int, list[Var]]:
-    """Return the variables to drop after each call of a head: those that neither later calls nor ``kept`` contain."""
-    born = {var: number for number, instr in enumerate(head) for var in instr.outputs()}
-    last = dict(born)
-    for number, instr in enumerate(head):
-        for var in instr.inputs():
-            if var in born:
-                last[var] = number
+def last_uses(instrs: Sequence[Instr]) -> dict[int, list[Var]]:
+    """Return the results to drop after each call, by its number: those that no later call reads."""
+    last = {var: number for number, instr in enumerate(instrs) for var in instr.outputs()}
+    for number, instr in enumerate(instrs):
+        last |= {var: number for var in instr.inputs() if var in last}
     drop: dict[int, list[Var]] = {}
     for var, number in last.items():
-        if var not in kept:
-            drop.setdefault(number, []).append(var)
+        drop.setdefault(number, []).append(var)
     return drop

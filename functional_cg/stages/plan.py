@@ -18,19 +18,20 @@ from torch import Tensor
 from ..concurrency.interrupts import uninterrupted
 from ..messages.source import Location
 from ..tensors.aten import UNGROUPED, copies
-from .branches.costs import copy_micros, weighed
+from .branches.costs import weighed
 from .branches.listing import Timeline, in_line
 from .branches.races import refuse_races
 from .branches.rehearsal import Lanes
-from .branches.source import Code, lines_of, note, numbered, on_lanes, rehearsed, source_of
+from .branches.source import Code, Writer, lines_of, note, numbered, on_lanes, rehearsed, source_of, target
 from .branches.units import GIVEN, Memory, Unit, accesses, after_checks, ordered, units_of
-from .evaluate import AS_STRIDED, as_strided, evaluate
+from .evaluate import evaluate
 from .layouts import laid_out, unsure
 from .passes.fused import in_place
 from .passes.rewrite import clears, range_tensor
-from .program import Instr, Program, Var, vars_in
+from .program import Instr, Program, Var
 from .schedule import Schedule, schedule
 from .sub_programs import SubProgram
+from .work import micros
 
 __all__ = [
     "AtenPlan",
@@ -222,8 +223,7 @@ class AtenPlan(Plan):
         raised_at: Callable[[Buffers], Location | None] = lambda _: None,
     ) -> None:
         self.program, self.schedule, self._runs, self._raised_at = program, plan, plan, raised_at
-        self._ops: dict[str, Any] = {}
-        self._names_of_ops: dict[Any, str] = {}
+        self._writer = Writer()
         self._functions: dict[SubProgram, str] = {}
         self._hoisted, head = self._split_hoisted()
         first, units = self._calls(head, self._fixed, dict(self._constants()))
@@ -243,7 +243,7 @@ class AtenPlan(Plan):
                     weighed(unit, unit.call)
                     unit.writes |= ordered(unit.call)
             self.tell(spread(units, kept))
-            refuse_races(self.timeline, program.function)
+        refuse_races(self.timeline, program.function)
 
     def as_text(self) -> str:
         return self._source
@@ -271,7 +271,7 @@ class AtenPlan(Plan):
     def _names(self, buffers: Buffers) -> dict[str, Any]:
         """Return what the source refers to."""
         program, tensors = self.program, self._tensors(buffers)
-        names = {**self._ops, **{repr(var): tensor for var, tensor in tensors.items()}}
+        names = {**self._writer.names, **{repr(var): tensor for var, tensor in tensors.items()}}
         for i in self._runs.written_constants:
             names[f"c{i}"] = names.pop(repr(program.constants[i].var))
         with torch.inference_mode(False), torch.no_grad():
@@ -287,18 +287,13 @@ class AtenPlan(Plan):
 
     def _split_hoisted(self) -> tuple[list[Instr], list[Instr]]:
         """Separate the calls that only take views of static buffers from the rest of the head."""
-        fixed = {*self.program.slots, *self.program.inputs, *(known.var for known in self.program.ranges)}
-        fixed |= {
-            c.var for i, c in enumerate(self.program.constants) if i not in self._runs.written_constants
-        }
-        self._fixed = fixed
+        program, written = self.program, self._runs.written_constants
+        constants = [one.var for i, one in enumerate(program.constants) if i not in written]
+        self._fixed = {*program.slots, *program.inputs, *constants, *(one.var for one in program.ranges)}
         hoisted, head = [], []
         for instr in self._runs.head:
-            makes_one = (
-                isinstance(instr.out, Var) and not instr.writes and not fixed.isdisjoint(instr.inputs())
-            )
-            if makes_one and instr.is_view and all(var in fixed for var in instr.inputs()):
-                fixed.add(instr.out)
+            if self._fixed.issuperset(instr.inputs()) and instr.is_view and not instr.writes:
+                self._fixed.add(instr.out)
                 hoisted.append(instr)
             else:
                 head.append(instr)
@@ -310,15 +305,6 @@ class AtenPlan(Plan):
         for old, new in self._runs.commits:
             groups.setdefault((old.spec.dtype, old.spec.stride == new.spec.stride), []).append((old, new))
         return list(groups.values())
-
-    def _op(self, op: Any) -> str:
-        if op not in self._names_of_ops:
-            name = "op_" + "".join(c if c.isalnum() else "_" for c in str(op))
-            while name in self._ops:
-                name += "_"
-            # The bare C++ entry, without OpOverload's Python frame.
-            self._ops[name], self._names_of_ops[op] = getattr(op, "_op", op), name
-        return self._names_of_ops[op]
 
     def _constants(self) -> Iterator[tuple[Unit, Sequence[Var]]]:
         """Yield copies of literals that the step writes, each with its variable."""
@@ -376,10 +362,10 @@ class AtenPlan(Plan):
                     f"partial({old!r}.copy_, {new})" for (old, _), new in zip(group, values, strict=True)
                 ]
             read = {f"w_{old!r}" if old in plan.staged else new.storage for old, new in group}
-            micros, busy = copy_micros(sum(old.spec.nbytes for old, _ in group))
+            alone, busy = micros(2 * sum(old.spec.nbytes for old, _ in group))
             yield Unit(
                 "new state", calls, after_checks(read), frozenset(old.storage for old, _ in group),
-                commits=True, micros=micros, busy=busy,
+                commits=True, micros=alone, busy=busy,
             )  # fmt: skip
         padded = frozenset(known.var.storage for known in self.program.ranges)
         if padded:
@@ -409,69 +395,29 @@ class AtenPlan(Plan):
         """Return the source of a call."""
         if isinstance(instr.op, SubProgram):
             name = self._functions.setdefault(instr.op, f"sub_{len(self._functions)}")
-            return [f"{_target(instr.out, fixed)}{name}(given)"]
-        call = f"{_target(instr.out, fixed)}{self._call(instr, instr.op)}"
-        return [call, *(f"{var!r} = laid_out({var!r}, {var.spec.stride})" for var in unsure(instr))]
-
-    def _call(self, instr: Instr, op: Any) -> str:
-        arguments = [self._literal(arg) for arg in instr.args]
-        if op is AS_STRIDED:
-            self._ops["as_strided"] = as_strided
-            return f"as_strided({instr.args[0].offset}, {', '.join(arguments)})"
-        arguments += [f"{name}={self._literal(value)}" for name, value in instr.kwargs.items()]
-        return f"{self._op(op)}({', '.join(arguments)})"
-
-    def _literal(self, value: Any) -> str:
-        if isinstance(value, (Var, int, str, type(None))):
-            return repr(value)
-        if isinstance(value, float) and value == value and value not in (float("inf"), float("-inf")):
-            return repr(value)
-        if isinstance(value, list):
-            return f"[{', '.join(map(self._literal, value))}]"
-        if isinstance(value, tuple):
-            return f"({''.join(self._literal(item) + ',' for item in value)})"
-        name = f"k{len(self._ops)}"
-        self._ops[name] = value
-        return name
+            return [f"{target(instr.out, fixed)}{name}(given)"]
+        return [
+            self._writer.line(instr, fixed),
+            *(f"{var!r} = laid_out({var!r}, {var.spec.stride})" for var in unsure(instr)),
+        ]
 
     def _fused_call(self, instr: Instr) -> str:
-        return "partial(" + self._call(instr, in_place(instr.op)).replace("(", ", ", 1)
+        return "partial(" + self._writer.call(instr, in_place(instr.op)).replace("(", ", ", 1)
 
 
 def _copy(name: str, target: str, source: str, var: Var, reads: Collection[Memory], to: Memory) -> Unit:
     """Return the unit that copies a value into memory of its own."""
-    micros, busy = copy_micros(var.spec.nbytes)
-    return Unit(
-        name,
-        [f"{target} = {source}.clone()"],
-        frozenset(reads),
-        frozenset({to}),
-        {to: var.spec.nbytes},
-        [(to, target)],
-        micros=micros,
-        busy=busy,
+    made = {to: var.spec.nbytes}
+    unit = Unit(
+        name, [f"{target} = {source}.clone()"], frozenset(reads), frozenset(made), made, [(to, target)]
     )
+    unit.micros, unit.busy = micros(2 * var.spec.nbytes)
+    return unit
 
 
 def lower_aten(program: Program, *, timed: bool = False) -> AtenPlan:
     """Lower to ATen calls; fused optimizer ops write their slots in place. For ``timed``, see :class:`AtenPlan`."""
     return AtenPlan(program, schedule(program), timed=timed)
-
-
-def _target(out: Any, fixed: Collection[Var]) -> str:
-    """Return the left-hand side that unpacks a call's result as the trace saw it.
-
-    A result that is a static buffer is already bound, so it is skipped: ``native_dropout`` may return its argument.
-    """
-
-    def text(value: Any) -> str:
-        if isinstance(value, Var):
-            return "_" if value in fixed else repr(value)
-        if isinstance(value, (list, tuple)) and value:
-            return f"[{', '.join(map(text, value))}]"
-        return "_"
-
-    return f"{text(out)} = " if vars_in(out) else ""
 
 
 def bound(plan: Plan, run: Run, buffers: Buffers, spare: Buffers, lanes: Callable[[int], Lanes]) -> Run:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..stages.branches.rehearsal import Lanes
 from .recorded import Call
 
 __all__ = ["SimulatedLanes"]
@@ -27,16 +28,16 @@ class _Wait:
 
 
 @dataclass(slots=True)
-class SimulatedLanes:
+class SimulatedLanes(Lanes):
     """The calls of a recorded run, by lane, with the waits between them.
 
     Attributes:
-      kernel: Returns what records a kernel that does not pass by the dispatcher.
+      recorder: Returns what records a kernel that does not pass by the dispatcher.
       lane: The lane on which the run is.
       calls: All calls, in the order of the run.
     """
 
-    kernel: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda launch: launch
+    recorder: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda launch: launch
     lane: int = 0
     calls: list[Call] = field(default_factory=list)
     _queues: dict[int, list[Call | _Wait]] = field(default_factory=dict)
@@ -57,6 +58,9 @@ class SimulatedLanes:
 
     def record(self, unit: int) -> None:
         self._recorded[unit] = _Wait(self.lane, self._counts.get(self.lane, 0))
+
+    def kernel(self, launch: Callable[..., Any]) -> Callable[..., Any]:
+        return self.recorder(launch)
 
     def append(self, call: Call) -> None:
         """Add a call to the lane."""

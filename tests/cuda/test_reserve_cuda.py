@@ -38,7 +38,7 @@ def test_a_capture_takes_what_the_simulation_says() -> None:
     step = fcg.graph_step(growing, lowering="aten", branches=1)
     plan: Any = step.lower(state, x).plan
     found, chosen, before = events(plan), at_once(plan), large()
-    said = taken(found, chosen.parts)
+    said = taken(found, chosen.nbytes)
     assert said < 1.05 * highest(found)
     step(state, x)
     assert 0 < large() - before - said <= WORKSPACE

@@ -4,6 +4,6 @@ Of a program with collectives, ``order`` first chooses the order. A plan's units
 they read and write. ``assignment`` says which unit runs on which lane and when, ``listing`` what waits for what, and
 ``races`` refuses the result unless each two units that touch the same memory are ordered. ``source`` writes the code of
 a plan, and ``rehearsal`` sees whether memory is where the units say. The units of ATen calls are those of
-``stages.plan``; of a compiled function, ``wrapper`` reads them, ``weights`` estimates them, and ``function`` runs them.
-Next is ``stages.run``, where a lane is a stream.
+``stages.plan``; those of a compiled function, ``launches`` records by a run on fake tensors. Next is ``stages.run``,
+where a lane is a stream.
 """

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ...shards.collectives import is_collective
 from ..program import Instr
-from ..work import estimate, flops_of, micros
+from ..work import estimate, flops_of
 from .units import Unit, fixed_by
 
-__all__ = ["SYNC", "WORKSPACE", "copy_micros", "weighed"]
+__all__ = ["SYNC", "WORKSPACE", "weighed"]
 
 SYNC = 1.0  # what waiting for another lane adds, in microseconds
 WORKSPACE = 2**25  # bytes that cuBLAS takes for a stream on an H100; less on GPUs before it
@@ -33,8 +33,3 @@ def _reduces(instr: Instr) -> bool:
     """Whether a result has fewer elements than an argument."""
     read = max((var.spec.numel for var in instr.inputs()), default=0)
     return any(var.spec.numel < read for var in instr.outputs())
-
-
-def copy_micros(nbytes: int) -> tuple[float, float]:
-    """Return the microseconds of a copy that runs alone, and those that it keeps the whole device busy."""
-    return micros(2 * nbytes)

@@ -287,12 +287,11 @@ def _last_turns(
 def _highest(timeline: Timeline, lane: int, least: float = 0, most: float = math.inf) -> int:
     """Return the most bytes at one time of what a lane allocates, of sizes above the least up to the most."""
     sizes: dict[Memory, int] = {}
-    alive = found = 0
+    changes: list[int] = []
     for place in timeline.places:
         if place.lane == lane:
             made = timeline.units[place.unit].made
             sizes |= {memory: nbytes if least < nbytes <= most else 0 for memory, nbytes in made.items()}
-            alive += sum(sizes[memory] for memory in made)
-            found = max(found, alive)
-            alive -= sum(sizes[memory] for memory in place.frees)
-    return found
+            changes.append(sum(sizes[memory] for memory in made))
+            changes.append(-sum(sizes[memory] for memory in place.frees))
+    return max(itertools.accumulate(changes), default=0)

@@ -26,8 +26,12 @@ def refuse_races(timeline: Timeline, name: str) -> None:
       CaptureError: If they may run at the same time, or in another order; or if memory is freed that a unit may
         still touch.
     """
-    if sorted(place.unit for place in timeline.places) != list(range(len(timeline.units))):
+    order, plan = [place.unit for place in timeline.places], list(range(len(timeline.units)))
+    if sorted(order) != plan:
         raise _error(name, "a unit of work is missing, or runs twice")
+    if timeline.lanes == 1 and order == plan:  # nothing can be out of order
+        _refuse_early_frees(timeline, name)
+        return
     after: dict[int, Clock] = {}  # by unit: what has run once it has
     recorded: set[int] = set()
     lanes: dict[int, Clock] = {}
@@ -65,6 +69,15 @@ def refuse_races(timeline: Timeline, name: str) -> None:
             if not here or not all(_covers(clock, after[other.unit], other.lane) for other in used):
                 raise _error(name, f"memory is free after {unit.name}, but may still be in use")
             allocated[memory] = -1
+
+
+def _refuse_early_frees(timeline: Timeline, name: str) -> None:
+    free = set[Memory]()
+    for place in timeline.places:
+        unit = timeline.units[place.unit]
+        if not (free.isdisjoint(unit.reads) and free.isdisjoint(unit.writes)):
+            raise _error(name, f"{unit.name} touches memory that is free")
+        free.update(place.frees)
 
 
 def _covers(clock: Mapping[int, int], other: Mapping[int, int], lane: int) -> bool:

@@ -7,8 +7,7 @@ tensor, or copy where it saw a view, do no harm in a line. Between lanes they wo
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -18,36 +17,31 @@ from .units import Memory, Unit
 __all__ = ["Lanes", "Rehearsal"]
 
 
-class Lanes(Protocol):
-    """Where the calls of a branched plan run: on a GPU, streams and the events between them.
+class Lanes:
+    """Where the calls of a branched plan run: by default, one lane. On a GPU, streams and the events between them.
 
     Entering begins on lane 0, and leaving ends there, after all lanes.
     """
 
     def __enter__(self) -> object: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
 
     def on(self, lane: int) -> None:
         """Run what follows on a lane."""
-        ...
 
     def wait(self, unit: int) -> None:
         """Let the lane wait for a unit that was recorded."""
-        ...
 
     def record(self, unit: int) -> None:
         """Let other lanes wait for all that the lane has run so far, under the number of its last unit."""
-        ...
 
     def kernel(self, launch: Callable[..., Any]) -> Callable[..., Any]:
         """Return what to call for a kernel that does not pass by torch's dispatcher."""
-        ...
+        return launch
 
 
-class Rehearsal:
+class Rehearsal(Lanes):
     """One lane, which is told of each value that a unit defines.
 
     Args:
@@ -61,24 +55,6 @@ class Rehearsal:
         self._static, self._known = {storage_key(tensor) for tensor in static}, frozenset(known)
         self._where: dict[int, Memory] = {}
         self.surprise = ""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def on(self, lane: int) -> None:
-        pass
-
-    def wait(self, unit: int) -> None:
-        pass
-
-    def record(self, unit: int) -> None:
-        pass
-
-    def kernel(self, launch: Callable[..., Any]) -> Callable[..., Any]:
-        return launch
 
     def defined(self, unit: Unit, values: Iterable[tuple[Memory, object]]) -> None:
         """Take note of what a unit defines.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,11 +13,13 @@ from torch import Tensor
 
 from ...concurrency.interrupts import uninterrupted
 from ...messages.source import Location
+from ..evaluate import AS_STRIDED, as_strided
+from ..program import Instr, Var, vars_in
 from .listing import Timeline, in_line
 from .rehearsal import Lanes, Rehearsal
 from .units import Memory, Unit
 
-__all__ = ["Code", "lines_of", "note", "numbered", "on_lanes", "rehearsed", "source_of"]
+__all__ = ["Code", "Writer", "lines_of", "note", "numbered", "on_lanes", "rehearsed", "source_of", "target"]
 
 _GUARD = "except Exception as error:\n    note(error)\n    raise\n"
 
@@ -34,7 +37,6 @@ class Code:
       results: What it returns, as source.
       kept: The memory of that.
       known: Memory that is there before the run.
-      entering: What each lane runs when it goes on.
       kernels: Names of what it calls that does not pass by torch's dispatcher.
     """
 
@@ -43,8 +45,71 @@ class Code:
     results: str
     kept: frozenset[Memory]
     known: Collection[Memory]
-    entering: Sequence[str] = ()
     kernels: Collection[str] = ()
+
+
+class Writer:
+    """Writes calls as source.
+
+    Attributes:
+      names: What the source refers to, besides variables.
+      ops: The names of ops.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {}
+        self.ops: dict[Any, str] = {}
+
+    def line(self, instr: Instr, fixed: Collection[Var] = ()) -> str:
+        """Return the statement of a call; a result that is one of the fixed variables is not bound again."""
+        return f"{target(instr.out, fixed)}{self.call(instr, instr.op)}"
+
+    def call(self, instr: Instr, op: Any) -> str:
+        """Return the expression that calls an op in place of a call's own."""
+        arguments = [self.literal(arg) for arg in instr.args]
+        if op is AS_STRIDED:
+            self.names["as_strided"] = as_strided
+            return f"as_strided({instr.args[0].offset}, {', '.join(arguments)})"
+        arguments += [f"{name}={self.literal(value)}" for name, value in instr.kwargs.items()]
+        return f"{self._op(op)}({', '.join(arguments)})"
+
+    def literal(self, value: Any) -> str:
+        if isinstance(value, (Var, int, str, type(None))):
+            return repr(value)
+        if isinstance(value, float) and math.isfinite(value):
+            return repr(value)
+        if isinstance(value, list):
+            return f"[{', '.join(map(self.literal, value))}]"
+        if isinstance(value, tuple):
+            return f"({''.join(self.literal(item) + ',' for item in value)})"
+        name = f"k{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def _op(self, op: Any) -> str:
+        if op not in self.ops:
+            name = "op_" + "".join(c if c.isalnum() else "_" for c in str(op))
+            while name in self.names:
+                name += "_"
+            # The bare C++ entry, without OpOverload's Python frame.
+            self.names[name], self.ops[op] = getattr(op, "_op", op), name
+        return self.ops[op]
+
+
+def target(out: Any, fixed: Collection[Var]) -> str:
+    """Return the left-hand side that unpacks a call's result as the trace saw it.
+
+    A result that is a static buffer is already bound, so it is skipped: ``native_dropout`` may return its argument.
+    """
+
+    def text(value: Any) -> str:
+        if isinstance(value, Var):
+            return "_" if value in fixed else repr(value)
+        if isinstance(value, (list, tuple)) and value:
+            return f"[{', '.join(map(text, value))}]"
+        return "_"
+
+    return f"{text(out)} = " if vars_in(out) else ""
 
 
 def source_of(
@@ -67,9 +132,7 @@ def source_of(
       functions: Names of functions that it calls, each an argument of it.
       rehearsed: As for :func:`lines_of`, like ``timed``.
     """
-    lines = list(
-        lines_of(timeline, code.first, code.entering, on_lanes=on_lanes, rehearsed=rehearsed, timed=timed)
-    )
+    lines = list(lines_of(timeline, code.first, on_lanes=on_lanes, rehearsed=rehearsed, timed=timed))
     body = "\n".join(f"    {line}" for line, _ in lines) or "    pass"
     start = f"def run({', '.join(['before', *(['*', *functions] if functions else [])])}):\n"
     calls = [call for unit in timeline.units if unit.commits for call in (*unit.lines, *["tick"] * timed)]
@@ -88,7 +151,6 @@ def numbered(lines: Iterable[tuple[str, Unit | None]], start: int) -> dict[int, 
 def lines_of(
     timeline: Timeline,
     first: Unit,
-    entering: Sequence[str] = (),
     *,
     on_lanes: bool = False,
     rehearsed: bool = False,
@@ -102,7 +164,6 @@ def lines_of(
     Args:
       timeline: The schedule.
       first: What runs before all units.
-      entering: What each lane runs when it goes on.
       on_lanes: Whether it runs on lanes.
       rehearsed: Whether a rehearsal is told of all that is defined and freed.
       timed: Whether it ticks after each unit.
@@ -110,7 +171,7 @@ def lines_of(
     names: dict[Memory, list[str]] = {}
     for memory, name in (pair for unit in timeline.units for pair in unit.defined):
         names.setdefault(memory, []).append(name)
-    yield from ((line, None) for line in (*first.lines, *entering))
+    yield from ((line, None) for line in first.lines)
     if rehearsed:
         yield f"rehearsal.defined(first, {_pairs(first)})", None
     lane, gone = 0, set[str]()
@@ -120,8 +181,7 @@ def lines_of(
             continue
         if place.lane != lane:
             lane = place.lane
-            for line in (f"on({lane})", *entering):
-                yield line, None
+            yield f"on({lane})", None
         for one in place.waits:
             yield f"wait({one})", None
         for line in [f"uninterrupted(({', '.join(unit.lines)},))"] if unit.commits else unit.lines:

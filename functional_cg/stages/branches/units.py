@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from ...messages.source import Location
-from ...shards.collectives import is_collective
+from ...shards.collectives import WAIT, is_collective
 from ...shards.transfers import TRANSFERS
 from ...tensors.aten import can_draw, of_another_library
 from ..lifetimes import spanned
@@ -107,7 +108,10 @@ def ordered(instr: Instr) -> frozenset[Memory]:
 
 
 def units_of(
-    calls: Iterable[Instr], before: Mapping[Unit, Sequence[Var]], there: Iterable[Memory] = ()
+    calls: Iterable[Instr],
+    before: Mapping[Unit, Sequence[Var]],
+    there: Iterable[Memory] = (),
+    made_for: Mapping[Instr, Sequence[Instr]] = MappingProxyType({}),
 ) -> tuple[Unit, list[Unit]]:
     """Return calls as units, without their source; a view belongs to the unit that defines what it is a view of.
 
@@ -117,6 +121,7 @@ def units_of(
       calls: The calls.
       before: Units before them, with the variables that they define.
       there: The memory that is there before all units.
+      made_for: Calls that allocate for a call what it is the first to touch, and take views of that.
     Returns:
       (first, units): the first unit takes views of what is there, before all others.
     """
@@ -124,8 +129,11 @@ def units_of(
     owner = {var: number for number, own in enumerate(before.values()) for var in own}
     known = {*there}.union(*(unit.made for unit in units))
     marks: dict[int, Memory] = {}
+    under_way: dict[Memory, int] = {}  # the last collective that touches it
     for instr in calls:
         owners, views = {owner[var] for var in instr.inputs() if var in owner}, instr.only_views
+        if instr.op is WAIT and (waited := under_way.get(instr.inputs()[0].storage)) is not None:
+            owners = {waited}
         if not views or (owners and len({var.storage for var in instr.inputs()}) > 1):
             reads, writes = accesses(instr)
             number, marked = len(units), frozenset(marks[one] for one in owners if one in marks)
@@ -134,11 +142,15 @@ def units_of(
                 marks[number] = f"view {number}"
                 unit.writes |= {marks[number]}
             else:
-                unit.call = instr
-                for var in instr.outputs():
-                    if var.storage not in known and var.storage not in reads:
+                unit.call, unit.calls = instr, [*made_for.get(instr, ())]
+                own = [one.out for one in unit.calls]
+                for var in (*own, *(one for one in instr.outputs() if one.storage not in reads)):
+                    if var.storage not in known:
                         unit.made[var.storage] = max(unit.made.get(var.storage, 0), spanned(var))
                 known.update(unit.made)
+                owner |= dict.fromkeys(own, number)
+                if is_collective(instr.op):
+                    under_way |= dict.fromkeys(reads | writes, number)
             units.append(unit)
             owners = {number}
         (units[max(owners)] if owners else first).calls.append(instr)
@@ -147,14 +159,18 @@ def units_of(
     return first, units
 
 
-def fixed_by(op: Any) -> str:
+def fixed_by(op: Any, *, fits: bool = False) -> str:
     """Return why a step with a call of this op runs on one lane; an empty string if it is known to be a kernel.
 
     A call that gives a tensor other memory allocates on its own lane what is freed on another. Transfers between the
     stages of a pipeline have streams and an order of their own. So may ops of other libraries: nobody knows.
+
+    Args:
+      op: The op.
+      fits: Whether tensors that it is told to write have the shape of its result, so that it leaves their memory.
     """
     schema = op._schema
-    if schema.name in _MOVING or any(one.is_out for one in schema.arguments):
+    if schema.name in _MOVING or (not fits and any(one.is_out for one in schema.arguments)):
         return f"`{schema.name}` gives a tensor other memory"
     if op in TRANSFERS:
         return f"`{schema.name}` keeps its place among transfers"

@@ -12,10 +12,11 @@ from torch import Tensor, fx
 
 from ...ambient.modes import ordinary, without_gradients
 from ...concurrency.interrupts import uninterrupted
-from ..branches.function import scope_of, spread_launches
+from ..branches.launches import Launches, UnknownLaunch
 from ..branches.listing import in_line
+from ..branches.races import refuse_races
 from ..branches.rehearsal import Lanes
-from ..branches.wrapper import UnknownStatement, Wrapper
+from ..branches.units import Unit
 from ..fx_passes.canonical import pick_by_comparison
 from ..fx_passes.cross_entropy import rewrite_losses
 from ..fx_passes.logits import has_large_logits
@@ -120,7 +121,7 @@ class InPlacePlan(FunctionsPlan):
         tensors = self._tensors(buffers)
         arguments = [tensors[var] for var in self._heads[0].takes]
         # Not part of the graph, where writing to some elements of a result would copy it.
-        return scope_of(*self._wrapper, arguments, clears(self.program, tensors)), arguments
+        return self._launches.scope(arguments, clears(self.program, tensors)), arguments
 
     def _compile(self, known: Mapping[Var, Tensor]) -> None:
         if self._spread is not None and self._heads[0].compiled is None:
@@ -136,19 +137,23 @@ class InPlacePlan(FunctionsPlan):
         assert head.compiled is not None
         found, timeline = opened(head.compiled), self.timeline
         arguments = [by_itself(known[var]) for var in head.takes]
-        memory = [f"argument {var.storage}" for var in head.takes]
         if found is None:
             timeline = replace(in_line(()), why="torch's compiler does not show what it wrote")
+        elif len({var.storage for var in head.takes}) < len(head.takes):
+            timeline = replace(in_line(()), why="two arguments of its compiled function share memory")
         else:
-            source, names = found
-            padded = memory if clears(program, known) else ()
+            name, count = program.function, len(self.schedule.outputs)
             try:
-                wrapper = Wrapper(source, names, memory)
-                self._wrapper = wrapper, names
-                self._code = wrapper.code(program.function, len(self.schedule.outputs))
-                timeline = spread_launches(wrapper, self._code, names, arguments, spread, padded)
-            except UnknownStatement as error:
+                self._launches = launches = Launches(name, *found, arguments, count)
+            except UnknownLaunch as error:
                 timeline = replace(in_line(()), why=f"`{error}` is not known to be a launch")
+            else:
+                self._code = launches.code
+                padding = Unit("padding", ["*clears"], writes=frozenset(launches.code.known), commits=True)
+                timeline = spread(
+                    [*launches.units, *[padding] * bool(clears(program, known))], launches.code.kept
+                )
+                refuse_races(timeline, name)
         if timeline.lanes == 1:
             head.compiled = None
             self._suit_one_line(head.graph.graph)

@@ -36,7 +36,7 @@ def write_out_of_place(program: Program) -> None:
     layouts: dict[str, _Layout] = {}
     out: list[Instr] = []
     for number, instr in enumerate(program.instrs):
-        instr = _renamed(instr, names)
+        instr = instr.again(partial(_last, names))
         for var in instr.outputs():
             var.storage = _last(moved, var.storage)
             sharing.setdefault(var.storage, set()).add(var)
@@ -100,10 +100,3 @@ def _last(following: dict[T, T], at: T) -> T:
         at = following[at]
     following.update(dict.fromkeys(passed, at))
     return at
-
-
-def _renamed(instr: Instr, names: dict[Var, Var]) -> Instr:
-    new = partial(_last, names)
-    args, kwargs = map_arguments(new, instr)
-    out = map_vars(new, instr.out) if instr.writes else instr.out
-    return replace(instr, args=args, kwargs=kwargs, out=out, writes=tuple(map(new, instr.writes)))

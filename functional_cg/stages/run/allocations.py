@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from ..branches.listing import Timeline
 from ..branches.units import GIVEN, Memory
@@ -30,11 +31,7 @@ def events(plan: AtenPlan) -> list[Event]:
 
 def highest(found: Sequence[Event]) -> int:
     """Return the most bytes that live at one time."""
-    live = most = 0
-    for _, size in found:
-        live += size
-        most = max(most, live)
-    return most
+    return max(accumulate(size for _, size in found), default=0)
 
 
 def multiplies(plan: AtenPlan) -> bool:

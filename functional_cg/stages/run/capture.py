@@ -188,9 +188,8 @@ class CUDABackend:
                     graph, pool=self._pool, stream=self._streams[1], capture_error_mode="thread_local"
                 ),
             ):
-                walls = before.take(self._device)
+                before.take(self._device)
                 static = run(())
-                del walls
         except BaseException as error:
             _abandon(graph, self._pool, self._device)
             _let_draw(self._streams[1])
@@ -269,7 +268,7 @@ class CUDABackend:
         return _Streams(self._streams[1 : 1 + count])
 
 
-class _Streams:
+class _Streams(Lanes):
     """The lanes of a branched plan as streams of one capture, which the first of them began."""
 
     def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
@@ -295,9 +294,6 @@ class _Streams:
 
     def record(self, unit: int) -> None:
         self._events[unit] = torch.cuda.current_stream().record_event()
-
-    def kernel(self, launch: Callable[..., Any]) -> Callable[..., Any]:
-        return launch
 
 
 def _first(error: Exception) -> Exception:

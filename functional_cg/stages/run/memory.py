@@ -30,11 +30,8 @@ def scratch(buffers: Buffers, unchecked: Sequence[bool]) -> Spare:
         torch.as_strided(shared[slot.dtype], slot.shape, slot.stride()) if one else slot.clone()
         for slot, one in zip(slots, shares, strict=True)
     ]
-    copied, originals = [], []
-    for mine, slot, one in zip(spare, slots, shares, strict=True):
-        if not one:
-            copied.append(mine)
-            originals.append(slot)
+    own = [number for number, one in enumerate(shares) if not one]
+    copied, originals = [spare[number] for number in own], [slots[number] for number in own]
     return Spare(spare, buffers.inputs, buffers.constants, copied, originals)
 
 
@@ -43,12 +40,6 @@ def copy_out(static: Sequence[Tensor]) -> list[Tensor]:
     if len(static) <= _FEW:
         return [metric.clone() for metric in static]
     fresh = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in static]
-    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for new, old in zip(fresh, static, strict=True):
-        into, source = groups.setdefault(new.dtype, ([], []))
-        into.append(new)
-        source.append(old)
-    for into, source in groups.values():
-        for call in copies(into, source):
-            call()
+    for call in copies(fresh, static):
+        call()
     return fresh

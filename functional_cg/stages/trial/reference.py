@@ -96,7 +96,7 @@ class Reference:
 
     @cached_property
     def _dead(self) -> dict[int, list[Var]]:
-        return last_uses(self._instrs, ())
+        return last_uses(self._instrs)
 
     @cached_property
     def _written(self) -> set[int]:
