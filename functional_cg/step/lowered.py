@@ -59,6 +59,7 @@ from .suppositions import Supposed
 __all__ = ["MISS", "Captured", "Lowered"]
 
 _STAGED_SHOWN = 8
+_set = object.__setattr__  # handles refuse assignments
 
 
 class _Miss:
@@ -109,7 +110,6 @@ class Captured(metaclass=Documented):
         # Where each state is among the arguments, and which slots it must be.
         self._bound = [(s.position, s.arena, s.start, s.stop - s.start) for s in call.states]
         positions = [position for position, *_ in self._bound]
-        self._last = max(positions, default=-1)
         # One within the other: the step's turn, and then those of its states.
         self.turns: tuple[Any, ...] = ()
         for one in sorted({arena.turn for arena in self.arenas}, key=lambda turn: turn.rank, reverse=True):
@@ -160,8 +160,9 @@ class Captured(metaclass=Documented):
                         turn.busy = busy
             return result
 
-        # Does the call fit? The states by their memory, the inputs by their layout, the host by what was read of it.
-        if len(args) <= self._last:
+        # Does the call fit? The inputs by their layout, the states by their memory, the host by what was read of it.
+        leaves = self._match(args, kwargs)
+        if leaves is None:
             return MISS
         for position, arena, start, size in self._bound:
             state = args[position]
@@ -176,10 +177,7 @@ class Captured(metaclass=Documented):
         state = args[0] if self._donates else None
         if state is not None and state._owner is not None:  # a part of it, even if it has all leaves
             return MISS
-        leaves = self._match(args, kwargs)
-        if leaves is None or not self._unchanged():
-            return MISS
-        if self._supposed is not None and not self._supposed.holds(args):
+        if not self._unchanged() or not (self._supposed is None or self._supposed.holds(args)):
             return MISS
 
         # It does: copy in, launch, copy out. The state has a new generation as soon as it has new values.
@@ -196,10 +194,9 @@ class Captured(metaclass=Documented):
         tensors = static if self._fresh else copy_out(static)
         for record, place in self._tapped:
             record(tensors[place])
-        if state is None:
-            new = None
-        else:
-            object.__setattr__(state, "_donor", self._name)
+        new = None
+        if state is not None:
+            _set(state, "_donor", self._name)
             new = Handle(lease, generation + 1)
         if self._supposed is not None:
             self._supposed.keep(args, new)
