@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar, overload
 
 from .manual import Documented
-from .messages.tracebacks import entry, shorten
+from .messages.tracebacks import entry
 from .options import BackendChoice, Branches, Certify, CompileOnce, Debug, Lowering
 from .step.captures import Transform
-from .step.profile.result import Profile
 
 __all__ = ["GraphFn", "GraphStep", "graph_fn", "graph_step"]
 
@@ -20,7 +19,7 @@ R = TypeVar("R", covariant=True)
 T = TypeVar("T")
 
 
-class GraphStep(Transform, Generic[P, R], metaclass=Documented):
+class GraphStep(Transform[P, R], metaclass=Documented):
     """A captured training step; made by :func:`graph_step`.
 
     Attributes:
@@ -38,63 +37,6 @@ class GraphStep(Transform, Generic[P, R], metaclass=Documented):
     _donates = True
     _kind = "graph_step"
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run one step: ``state, metrics = step(state, *inputs, **static)``. Donates ``state``."""
-        try:
-            return self._call(args, kwargs)  # type: ignore[no-any-return]
-        except Exception as error:
-            shorten(error)
-            raise
-
-    @entry()
-    def eager(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the Python function once on real values, under the same ownership rules as a captured call.
-
-        ``print``, ``breakpoint`` and ``pdb`` show numbers. The result is bitwise that of a replay with
-        ``lowering="aten"``, except for the few ops that torch computes differently in a trace, such as
-        ``svdvals`` and the gradient of ``prod``: their last bits differ, and ``debug="verify"`` compares with
-        what a trace computes.
-        """
-        return self._eager(args, kwargs)  # type: ignore[no-any-return]
-
-    def profile(self, *args: P.args, **kwargs: P.kwargs) -> Profile:
-        """Measure where the time and the memory of a call go, by module and by line of your code.
-
-        The calls of the step run one by one on copies of the state and the inputs; the state is not donated and
-        keeps its values. Lowers the step if no call has yet. It takes the memory of a second state and of a step,
-        and the time of some twenty calls. On several ranks, all of them profile together.
-
-        Module paths are known in the forward of a module from :func:`functional_cg.from_module`, and in the backward
-        of its calls; a module that is used in several places goes by the first of its names. What is outside of
-        modules goes by the function that computes it. If the step is compiled, its kernels span several calls: rows
-        then have the times of the calls before that, and the result says so. With the environment variable
-        ``FCG_PROFILE_KERNELS=1``, on a GPU, the kernels of a step that inductor compiles are timed in place of its
-        calls: ``by_kernel()`` says what each computes, and one that computes several calls shares its time among them.
-
-        Args:
-          args: The arguments of a call.
-          kwargs: Likewise.
-        Returns:
-          A :class:`functional_cg.step.profile.result.Profile`: it prints as a table, ``by_module()`` and ``by_line()``
-          return rows in seconds and bytes, ``by_kernel()`` those of a compiled step, and
-          :func:`functional_cg.report.profile` draws it.
-        Raises:
-          FunctionalCGError: As a call of the step does; the state is unchanged.
-
-        Example:
-          >>> import torch, functional_cg as fcg
-          >>> apply, params, _ = fcg.from_module(torch.nn.Linear(4, 2))
-          >>> @fcg.graph_step
-          ... def train_step(state, x):
-          ...     loss, grads = fcg.value_and_grad(lambda p: apply(p, {}, x)[0].square().mean())(state.params)
-          ...     return state.apply_gradients(grads), {"loss": loss}
-          >>> state = fcg.TrainState.create(params=params, optimizer=fcg.optim.sgd(0.1))
-          >>> profile = train_step.profile(state, torch.ones(8, 4))
-          >>> sorted(row.name for row in profile.by_module())
-          ['(copies)', '(optimizer)', '<lambda>()', 'Linear', 'train_step()']
-        """
-        return self._profile(args, kwargs)
-
     @overload
     def __get__(self, instance: None, owner: type) -> Self: ...
     @overload
@@ -105,7 +47,7 @@ class GraphStep(Transform, Generic[P, R], metaclass=Documented):
         return self if instance is None else _of_instance(self, instance, owner)
 
 
-class GraphFn(Transform, Generic[P, R], metaclass=Documented):
+class GraphFn(Transform[P, R], metaclass=Documented):
     """A captured read-only function; made by :func:`graph_fn`.
 
     Attributes:
@@ -118,23 +60,6 @@ class GraphFn(Transform, Generic[P, R], metaclass=Documented):
     _donates = False
     _kind = "graph_fn"
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the function; every state handle among the arguments is borrowed."""
-        try:
-            return self._call(args, kwargs)  # type: ignore[no-any-return]
-        except Exception as error:
-            shorten(error)
-            raise
-
-    @entry()
-    def eager(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the Python function once on real values."""
-        return self._eager(args, kwargs)  # type: ignore[no-any-return]
-
-    def profile(self, *args: P.args, **kwargs: P.kwargs) -> Profile:
-        """Measure where the time and the memory of a call go; see :meth:`GraphStep.profile`."""
-        return self._profile(args, kwargs)
-
     @overload
     def __get__(self, instance: None, owner: type) -> Self: ...
     @overload
@@ -145,7 +70,7 @@ class GraphFn(Transform, Generic[P, R], metaclass=Documented):
         return self if instance is None else _of_instance(self, instance, owner)
 
 
-def _of_instance(step: Transform, instance: Any, owner: type | None) -> Any:
+def _of_instance(step: Transform[..., Any], instance: Any, owner: type | None) -> Any:
     """Return the step of a method for an instance, kept and freed with it."""
     # Not under the method's own name: a copy of the instance has its entries, and `super()` leads to another method
     # of that name.

@@ -321,7 +321,8 @@ def test_too_little_memory_leaves_it_out_and_says_by_how_much(
 ) -> None:
     """The step's own call makes 4 MiB; what is free comes and goes."""
     rooms = iter([2**20] * 8)
-    monkeypatch.setattr("functional_cg.step.certify._room", lambda buffers: next(rooms, 2**40))
+    for module in ("stages.trial.space", "step.certify"):
+        monkeypatch.setattr(f"functional_cg.{module}.free_room", lambda buffers: next(rooms, 2**40))
 
     def step_of(certify: Any) -> Any:
         return fcg.graph_step(
@@ -1049,7 +1050,8 @@ def test_values_wait_on_the_host_where_the_device_is_full(monkeypatch: pytest.Mo
     take = HostMemory.take
     monkeypatch.setattr(HostMemory, "take", lambda *given: waited.append(given) or take(*given))
     for room in (2**40, 2**27):
-        monkeypatch.setattr("functional_cg.step.certify._room", lambda buffers, room=room: room)
+        for module in ("stages.trial.space", "step.certify"):
+            monkeypatch.setattr(f"functional_cg.{module}.free_room", lambda buffers, room=room: room)
         train_step, state = batch_norms(16, "cuda")
         x = torch.randn(64, 16, 64, 64, device="cuda")
         step = fcg.graph_step(train_step, lowering="inductor", certify=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ __all__ = ["layout_matcher"]
 
 
 def layout_matcher(
-    layout: InputLayout, device: torch.device
+    layout: InputLayout, device: torch.device, states: Collection[int] = ()
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
     """Generate ``match(args, kwargs) -> list of live leaves, or None`` for a layout: no loops, no recursion.
 
@@ -112,8 +112,14 @@ def layout_matcher(
         for child_expr, child in zip(children, treedef.children, strict=True):
             node(child_expr, child)
 
-    node("args", layout.treedef.children[0])
-    node("kwargs", layout.treedef.children[1], order=layout.extras)
+    positional, named = layout.treedef.children
+    count = len(positional.children) + len(states)
+    lines.append(f"if len(args) != {count}: return None")
+    for position, child in zip(
+        (i for i in range(count) if i not in states), positional.children, strict=True
+    ):
+        node(f"args[{position}]", child)
+    node("kwargs", named, order=layout.extras)
     body = "".join(f"        {line}\n" for line in lines)
     source = (
         f"def match(args, kwargs):\n    try:\n{body}"

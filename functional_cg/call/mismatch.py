@@ -19,27 +19,41 @@ from .signature import Call
 __all__ = ["alike", "layout_differences", "layout_fix", "order_differences", "states_fix"]
 
 
-def layout_differences(expected: InputLayout, got: InputLayout) -> list[str]:
-    """Return all differences between two layouts, one line each."""
-    if expected.treedef != got.treedef:
-        return _structure_rows(expected, got)
-    return _leaf_rows(expected, got)
+def differing(expected: InputLayout, got: InputLayout) -> list[tuple[str, Any, Any]]:
+    """Return (name, expected, got) for each leaf that differs between two layouts of one structure."""
+    leaves = zip(expected.names, expected.leaves, got.leaves, strict=True)
+    return [(name, want, have) for name, want, have in leaves if not _fits(want, have)]
+
+
+def _fits(want: Any, have: Any) -> bool:
+    if isinstance(want, BufferSpec) and isinstance(have, BufferSpec):
+        return want.same_layout(have)
+    return same(want, have)
 
 
 def alike(expected: InputLayout, got: InputLayout) -> bool:
     """Whether two layouts differ in the order of keys at most."""
-    return expected.treedef == got.treedef and not _leaf_rows(expected, got)
+    return expected.treedef == got.treedef and not differing(expected, got)
 
 
-def _leaf_rows(expected: InputLayout, got: InputLayout) -> list[str]:
-    rows = []
-    for name, want, have in zip(expected.names, expected.leaves, got.leaves, strict=True):
-        if isinstance(want, BufferSpec) and isinstance(have, BufferSpec):
-            if not want.same_layout(have):
-                rows.append(f"{name}  expected {want}   got {have}")
-        elif isinstance(want, BufferSpec) or isinstance(have, BufferSpec) or not same(want, have):
-            rows.append(f"{name}  expected {_shown(want)}   got {_shown(have)}")
-    return rows
+def layout_differences(expected: InputLayout, got: InputLayout) -> list[str]:
+    """Return all differences between two layouts, one line each."""
+    if expected.treedef == got.treedef:
+        found = differing(expected, got)
+        return [f"{name}  expected {_shown(want)}   got {_shown(have)}" for name, want, have in found]
+    want, have = (dict(zip(one.names, map(_shown, one.leaves), strict=True)) for one in (expected, got))
+    before, now = expected.arguments, got.arguments
+    return _only_in_one(want, have) or _only_in_one(
+        dict.fromkeys(before, "an argument"), dict.fromkeys(now, "an argument")
+    ) + [row for n in before if n in now for row in pytree.structure_diff(before[n], now[n], n)]
+
+
+def _only_in_one(want: Mapping[str, str], have: Mapping[str, str]) -> list[str]:
+    return [
+        f"{n}  expected {want.get(n, 'nothing')}   got {have.get(n, 'nothing')}"
+        for n in dict.fromkeys((*want, *have))
+        if (n in want) is not (n in have)
+    ]
 
 
 def order_differences(expected: Call, got: Call) -> list[str]:
@@ -50,25 +64,6 @@ def order_differences(expected: Call, got: Call) -> list[str]:
         orders = (", ".join(one.layout.extras) for one in (expected, got))
         rows.append("arguments by name  expected {}   got {}".format(*orders))
     return rows
-
-
-def _structure_rows(expected: InputLayout, got: InputLayout) -> list[str]:
-    rows = [
-        f"{n}  expected {_shown(v)}   got nothing"
-        for n, v in zip(expected.names, expected.leaves, strict=True)
-        if n not in got.names
-    ]
-    rows += [
-        f"{n}  expected nothing   got {_shown(v)}"
-        for n, v in zip(got.names, got.leaves, strict=True)
-        if n not in expected.names
-    ]
-    if rows:
-        return rows
-    want, have = expected.arguments, got.arguments
-    rows = [f"{n}  expected an argument   got nothing" for n in want if n not in have]
-    rows += [f"{n}  expected nothing   got an argument" for n in have if n not in want]
-    return rows + [row for n in want if n in have for row in pytree.structure_diff(want[n], have[n], n)]
 
 
 def _shown(leaf: Any) -> str:
@@ -85,11 +80,7 @@ def layout_fix(expected: InputLayout, got: InputLayout, more: str) -> str:
     """
     if expected.treedef != got.treedef:
         return _structure_fix("", expected.arguments, got.arguments, more)
-    pairs = [
-        (name, want, have)
-        for name, want, have in zip(expected.names, expected.leaves, got.leaves, strict=True)
-        if not same(want, have) and not _same_spec(want, have)
-    ]
+    pairs = differing(expected, got)
     if not pairs:
         return (
             "give the keys that order, as in `{key: batch[key] for key in order}`, since the function does otherwise "
@@ -122,10 +113,6 @@ def states_fix(states: Mapping[str, Treedef], expected: InputLayout, call: Call)
     whole = f"{call.function}({', '.join([*states, *expected.arguments])})"
     first = f"pass a state as {named}, as in the first call, and nowhere else"
     return f"{first}: check the order of the arguments, `{whole}`."
-
-
-def _same_spec(want: Any, have: Any) -> bool:
-    return isinstance(want, BufferSpec) and isinstance(have, BufferSpec) and want.same_layout(have)
 
 
 def _object_fix(name: str, value: Any) -> str:

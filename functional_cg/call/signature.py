@@ -23,7 +23,7 @@ from ..transforms.control import loop
 from ..tree import Treedef
 from .inputs import InputLayout, as_input, input_layout
 
-__all__ = ["Call", "Signature", "new_state_and_metrics", "on_host"]
+__all__ = ["Call", "Signature", "StateArgument", "new_state_and_metrics", "on_host"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,10 +257,6 @@ class Signature:
         unknown = [name for name in self._static if name not in known]
         if unknown and not takes_any:
             raise ValueError(f"`{self.name}`: static_argnames names no parameter: {', '.join(unknown)}")
-
-    @property
-    def has_statics(self) -> bool:
-        return bool(self._static)
 
     def parameter(self, position: int) -> str:
         """Return the name of the parameter at a position."""

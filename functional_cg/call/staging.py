@@ -51,7 +51,7 @@ class Staging:
         if not leaves:
             return
         if not self.arena.on_cuda and current_stream(self.arena.device) is None:
-            self.fill(leaves)
+            torch._foreach_copy_(self.slots, leaves)
             return
         host = [i for i, leaf in enumerate(leaves) if leaf.is_cpu]
         if not host and self._rows is not None:
@@ -65,10 +65,6 @@ class Staging:
             torch._foreach_copy_([self.slots[i] for i in here], [leaves[i] for i in here])
         if host:
             self._pinned_slot().send(host, leaves, self.arena)
-
-    def fill(self, leaves: list[Tensor]) -> None:
-        """Copy leaves into the static buffers immediately, on a device without queued work."""
-        torch._foreach_copy_(self.slots, leaves)
 
     def _pinned_slot(self) -> _PinnedSlot:
         if len(self._ring) < _RING_DEPTH:

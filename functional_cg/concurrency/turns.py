@@ -26,9 +26,7 @@ import torch
 from ..errors import BusyError, FunctionalCGError
 from .imports import imported_elsewhere
 
-__all__ = ["Inner", "Turn", "at_one_time", "in_turn", "lock_through_forks", "refuse_what_a_fork_cut_off"]
-
-Inner = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+__all__ = ["Turn", "at_one_time", "lock_through_forks", "refuse_what_a_fork_cut_off"]
 
 _PATIENCE = 0.5  # seconds that a fork waits for the calls of other threads
 _IMPORT = 30.0  # seconds in which even a busy machine imports a part of torch
@@ -46,7 +44,7 @@ class Turn:
       kind: Steps rank before states.
       lock: Held by the thread whose turn it is.
       busy: Whether a call is using the resource; only reads are allowed meanwhile.
-      whole: Whether the resource may be read.
+      whole: Whether the resource may be read in the middle of a call; the buffers of a step never.
       over: Makes the error for any use after the end; None until then.
     """
 
@@ -56,7 +54,7 @@ class Turn:
         self.kind = kind
         self.lock = threading.RLock()
         self.busy = False
-        self.whole = True
+        self.whole = kind == "a state"
         self.over: Callable[[], FunctionalCGError] | None = None
         self._waiting: list[None] = []
         self._on_gpu = on_gpu
@@ -185,46 +183,6 @@ def _on_a_gpu() -> FunctionalCGError:
         why="CUDA cannot be used in a forked process.",
         fix='start processes by spawn, `torch.multiprocessing.get_context("spawn")`, and make states there.',
     )
-
-
-def in_turn(
-    turn: Turn,
-    inner: Inner,
-    function: str,
-    *,
-    reads: bool = False,
-    then: Callable[[Any], Any] | None = None,
-    ended: Any = None,
-) -> Inner:
-    """Return a call that waits for its turn, refused inside another one: a cheaper ``Turn.alone``.
-
-    Args:
-      turn: The turn.
-      inner: The call.
-      function: Name of the user's function, in messages.
-      reads: Whether it may run even in the middle of another call, if ``turn.whole``.
-      then: Applied to the result after the turn.
-      ended: The result if all use is refused; without one, a call raises then.
-    """
-
-    def outer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if turn.busy:
-            turn.wait()
-        with turn.lock:
-            before = turn.busy
-            if before and not (reads and turn.whole):
-                if turn.over is None or ended is None:
-                    raise turn.refusal(function)
-                result = ended
-            else:
-                turn.busy = True
-                try:
-                    result = inner(args, kwargs)
-                finally:
-                    turn.busy = before
-        return result if then is None else then(result)
-
-    return outer
 
 
 def at_one_time(turns: Iterable[Turn], call: Callable[[], Any]) -> Any:

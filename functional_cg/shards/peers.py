@@ -54,35 +54,35 @@ def among(mesh: Mesh | None, function: str) -> Iterator[None]:
 
 
 def watched(
-    run: Callable[..., Any], mesh: Mesh | None, function: str, waits: tuple[Any, Any] | None
+    launch: Callable[..., Any], mesh: Mesh | None, function: str, waits: tuple[Any, Any] | None
 ) -> tuple[Callable[..., Any], Callable[[], None]]:
-    """Return the calls of a captured function, and what to do after the first of them.
+    """Return the launch of a captured function, and what to do after the first one.
 
-    On a CPU, where a collective returns when it is done, each call is wrapped. On a GPU calls stay as they are: the
+    On a CPU, where a collective returns when it is done, each launch is wrapped. On a GPU they stay as they are: the
     watchdog looks at their counter and at the device.
 
     Args:
-      run: What a call runs.
+      launch: Launches it.
       mesh: The mesh of its states.
       function: Name of the user's function.
       waits: The counter of its replays, and the memory of its first state; None if it waits for no other rank.
     """
     if mesh is None or mesh.ranks is None:
-        return run, _nothing
+        return launch, _nothing
     if mesh.device.type == "cuda":
-        return run, _nothing if waits is None else mesh.watchdog.device(function, *waits).look
+        return launch, _nothing if waits is None else mesh.watchdog.device(function, *waits).look
     seen = SimpleNamespace(begun=0, done=0) if waits is None else mesh.watchdog.host(function)
 
-    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def watched_launch(before: Any) -> Any:
         mesh.ranks.refuse_if_lost(function)
         seen.begun += 1
         try:
             with among(mesh, function):
-                return run(args, kwargs)
+                return launch(before)
         finally:
             seen.done = seen.begun
 
-    return call, _nothing
+    return watched_launch, _nothing
 
 
 def _nothing() -> None:

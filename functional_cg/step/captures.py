@@ -5,29 +5,27 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Callable
-from typing import Any, Self, cast
+from collections.abc import Callable, Collection
+from typing import Any, Generic, ParamSpec, Self, TypeVar, cast
 
 import torch
 
 from ..ambient.modes import SWITCH, ordinary, without_gradients
 from ..ambient.setting import inside_a_step, refuse_anomaly_mode, refuse_foreign_modes
-from ..call.matcher import layout_matcher
 from ..call.signature import Call, Signature
-from ..call.staging import Staging
 from ..concurrency.interrupts import held_back, undisturbed
-from ..concurrency.turns import Turn, in_turn, refuse_what_a_fork_cut_off
-from ..errors import FunctionalCGError, LayoutError
-from ..messages.tracebacks import entry
+from ..concurrency.turns import Turn, refuse_what_a_fork_cut_off
+from ..errors import ClosedError, FunctionalCGError, LayoutError
+from ..messages.tracebacks import entry, shorten
 from ..options import BackendChoice, Options
 from ..stages.lower.compiled import announce, lower
 from ..stages.passes.grouping import group_collectives
 from ..stages.passes.rewrite import rewrite
-from ..stages.plan import Backend, Buffers
+from ..stages.plan import Backend
 from ..stages.run.capture import CUDABackend, backend_for
 from ..stages.run.memory import scratch
 from ..stages.run.poison import Poisoned
-from ..stages.run.replay import MISS, Bound, Stats, finisher, recorder, replayer
+from ..stages.run.results import Stats
 from ..stages.trace.footprint import inspection_of
 from ..stages.trace.recipe import Recipe
 from ..stages.trace.runs import trace
@@ -40,22 +38,23 @@ from ..transforms.taps import Taps
 from .certify import Certified, certify
 from .constants import Constants
 from .eager import run_eager
-from .eviction import closed_error, drop_spares, forget, reap
 from .explain import explain, explain_html, warnings_of
 from .log import log, timed
-from .lowered import Captured, Lowered
+from .lowered import MISS, Captured, Lowered
 from .profile.measure import profile_of
 from .profile.result import Profile
 from .ranks.groups import groups_of
-from .suppositions import on_same_values, refuse_other_values
+from .suppositions import refuse_other_values
 from .verify import Shadow
 
 __all__ = ["Transform"]
 
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
 _MAX_STATIC_COMBINATIONS = 8
 
 
-class Transform:
+class Transform(Generic[P, R]):
     """A function with its options, its lowered plans and their captures."""
 
     _donates: bool
@@ -77,7 +76,9 @@ class Transform:
         self._to_verify = options.verify_calls if "verify" in str(options.debug) else 0
         self._lowered: dict[tuple[Any, ...], list[Lowered]] = {}
         self._captured: dict[tuple[int, Any], Captured] = {}
-        self._fast: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self._fast: Captured | None = (
+            None  # the last one that replayed: the next call most likely fits it, too
+        )
         self._closed = False
         self._refusal = ""
         # One thread at a time traces, captures or replays: threads share buffers and a memory pool.
@@ -85,6 +86,82 @@ class Transform:
         # For a method: its name in the instance's `__dict__`; the instance, and the step of its class.
         self._key, self._of = f"{self._name} of step {id(self):#x}", cast("tuple[Any, Any]", (None, None))
         self.stats, self.taps = Stats(), Taps()
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a call: ``state, metrics = step(state, *inputs, **static)``.
+
+        A ``graph_step`` donates ``state``; a ``graph_fn`` borrows every state handle among its arguments.
+        """
+        try:
+            if torch.is_inference_mode_enabled():
+                with ordinary():  # results are ordinary tensors
+                    without_gradients()
+                    return self(*args, **kwargs)
+            given: tuple[Any, ...] = args
+            named: dict[str, Any] = kwargs
+            if named:
+                given, named = self._signature.by_position(given, named)
+            captured = self._fast
+            if captured is not None:
+                done = captured.run(given, named, captured.turns)
+                if done is not MISS:
+                    return captured.finish(done)  # type: ignore[no-any-return]
+            return self._slow(given, named)  # type: ignore[no-any-return]
+        except Exception as error:
+            shorten(error)
+            raise
+
+    @entry()
+    def eager(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the Python function once on real values, under the same ownership rules as a captured call.
+
+        ``print``, ``breakpoint`` and ``pdb`` show numbers. The result is bitwise that of a replay with
+        ``lowering="aten"``, except for the few ops that torch computes differently in a trace, such as
+        ``svdvals`` and the gradient of ``prod``: their last bits differ, and ``debug="verify"`` compares with
+        what a trace computes.
+        """
+        return self._eager(args, kwargs)  # type: ignore[no-any-return]
+
+    def profile(self, *args: P.args, **kwargs: P.kwargs) -> Profile:
+        """Measure where the time and the memory of a call go, by module and by line of your code.
+
+        The calls of the step run one by one on copies of the state and the inputs; the state is not donated and
+        keeps its values. Lowers the step if no call has yet. It takes the memory of a second state and of a step,
+        and the time of some twenty calls. On several ranks, all of them profile together.
+
+        Module paths are known in the forward of a module from :func:`functional_cg.from_module`, and in the backward
+        of its calls; a module that is used in several places goes by the first of its names. What is outside of
+        modules goes by the function that computes it. If the step is compiled, its kernels span several calls: rows
+        then have the times of the calls before that, and the result says so. With the environment variable
+        ``FCG_PROFILE_KERNELS=1``, on a GPU, the kernels of a step that inductor compiles are timed in place of its
+        calls: ``by_kernel()`` says what each computes, and one that computes several calls shares its time among them.
+
+        Args:
+          args: The arguments of a call.
+          kwargs: Likewise.
+        Returns:
+          A :class:`functional_cg.step.profile.result.Profile`: it prints as a table, ``by_module()`` and ``by_line()``
+          return rows in seconds and bytes, ``by_kernel()`` those of a compiled step, and
+          :func:`functional_cg.report.profile` draws it.
+        Raises:
+          FunctionalCGError: As a call of the step does; the state is unchanged.
+
+        Example:
+          >>> import torch, functional_cg as fcg
+          >>> apply, params, _ = fcg.from_module(torch.nn.Linear(4, 2))
+          >>> @fcg.graph_step
+          ... def train_step(state, x):
+          ...     loss, grads = fcg.value_and_grad(lambda p: apply(p, {}, x)[0].square().mean())(state.params)
+          ...     return state.apply_gradients(grads), {"loss": loss}
+          >>> state = fcg.TrainState.create(params=params, optimizer=fcg.optim.sgd(0.1))
+          >>> profile = train_step.profile(state, torch.ones(8, 4))
+          >>> sorted(row.name for row in profile.by_module())
+          ['(copies)', '(optimizer)', '<lambda>()', 'Linear', 'train_step()']
+        """
+        with ordinary():
+            return cast(
+                "Profile", self._turn.alone(functools.partial(self._profiled, args, kwargs), self._name)
+            )
 
     @entry()
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
@@ -128,7 +205,7 @@ class Transform:
             captures, self._captured = self._captured, {}
             self._lowered = {}  # not cleared: a step from `anew` may share these traces
             if not in_use:
-                self._turn.end(functools.partial(closed_error, self._name, self._kind))
+                self._turn.end(functools.partial(_closed_error, self._name, self._kind))
                 for captured in captures.values():
                     captured.close()
 
@@ -155,18 +232,6 @@ class Transform:
 
     def _repr_html_(self) -> str:
         return explain_html(self._name, self.stats, self._plans(), self._refusal)
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.is_inference_mode_enabled():
-            with ordinary():  # results are ordinary tensors
-                without_gradients()
-                return self._call(args, kwargs)
-        if kwargs:
-            args, kwargs = self._signature.by_position(args, kwargs)
-        fast = self._fast
-        if fast is not None and (result := fast(args, kwargs)) is not MISS:
-            return result
-        return self._slow(args, kwargs)
 
     def _slow(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._refuse_closed()
@@ -210,20 +275,20 @@ class Transform:
         return lambda: result
 
     def _refuse_changes(self, lowered: Lowered) -> None:
-        for one in (lowered.watch, lowered.tables, *lowered.originals, self._constants, lowered.groups):
-            one.check(self._name)
+        for guard in self._guards(lowered):
+            guard.check(self._name)
 
     def _replay(self, call: Call, lowered: Lowered) -> Callable[[], Any]:
         new = (key := (id(lowered), call.arenas)) not in self._captured
         args, kwargs = (call := lowered.seen(call)).arguments()
         try:
             captured = self._captured_for(call, lowered)
-            done = captured.run(args, kwargs)
+            done = captured.run(args, kwargs, captured.turns[1])
             if done is MISS:  # another thread has since donated a state, changed a value, or switches modes
                 self._take_apart(args, kwargs)
                 self._refuse_changes(lowered)
                 with SWITCH:
-                    done = captured.run(args, kwargs)
+                    done = captured.run(args, kwargs, captured.turns[1])
             assert done is not MISS, "a call that was just taken apart fits its capture"
             captured.launched()
             lowered.counts = True
@@ -232,10 +297,10 @@ class Transform:
             if new and key in self._captured:
                 self._captured.pop(key).close()
             if not lowered.counts:
-                forget(self._lowered, self._captured, [lowered])
+                self._forget([lowered])
             raise
         if not (self._to_verify or call.statics or self._closed):
-            self._fast = in_turn(self._turn, captured.run, self._name, then=captured.finish)
+            self._fast = captured
         return functools.partial(captured.finish, done)
 
     def _instead_of_capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -252,12 +317,6 @@ class Transform:
         result = run_eager(self._fn, seen, self._name, self.taps, self._constants, donates=self._donates)
         self.stats.eager_calls += 1
         return result
-
-    def _profile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Profile:
-        with ordinary():
-            return cast(
-                "Profile", self._turn.alone(functools.partial(self._profiled, args, kwargs), self._name)
-            )
 
     def _profiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Profile:
         call, lowered = self._lower_only(args, kwargs)
@@ -281,10 +340,8 @@ class Transform:
         """Place a plain tree, reusing an arena of this step that has its layout and no handles left."""
         leaves, treedef, plan = placeable(tree, self._signature.parameter(0), self._name)
         for captured in list(self._captured.values()):
-            if captured.arenas[0].vacant and captured.treedef == treedef and captured.arena.plan == plan:
-                taken = captured.arena.turn.alone(functools.partial(captured.taken_over, leaves), self._name)
-                if taken is not None:
-                    return cast("Handle", taken)
+            if (taken := captured.taken_over(treedef, plan, leaves)) is not None:
+                return taken
         return cast("Handle", place(tree))
 
     def _lowered_for(self, call: Call) -> Lowered:
@@ -293,7 +350,7 @@ class Transform:
             if lowered.runs(call, self._recipe):
                 return lowered
         if len(group) >= self._options.max_captures:
-            forget(self._lowered, self._captured, [lowered for lowered in group if not lowered.counts])
+            self._forget([lowered for lowered in group if not lowered.counts])
         if len(group) >= self._options.max_captures:
             raise group[0].refusal(call, self._kind, self._options.max_captures)
         if not group and len(self._lowered) >= _MAX_STATIC_COMBINATIONS:
@@ -345,54 +402,79 @@ class Transform:
             self.stats.captures += 1
             self._drop_spares()
             for arena in captured.arenas:
-                arena.watchers.append(functools.partial(reap, weakref.ref(self)))
+                arena.watchers.append(functools.partial(_reap, weakref.ref(self)))
         return captured
 
     def _capture(self, call: Call, lowered: Lowered) -> Captured:
         self._backend = self._backend or backend_for(call.device)
-        staging = Staging(lowered.layout.specs, call.device)
-        staging.copy_in(call.live)
-        slots = [slot for s in call.states for slot in s.arena.slots[s.start : s.stop]]
-        constants = [c.value.to(c.var.spec.device, copy=True) for c in lowered.program.constants]
-        for s in call.states:
-            s.arena.join()
-        buffers = Buffers(slots, staging.slots, constants)
+        arenas = [state.arena for state in call.states]
+        for arena in arenas:
+            arena.join()
+        buffers, staging = lowered.buffers(call, arenas)
         spare = functools.partial(scratch, buffers, lowered.reference.unchecked.slots)
         if isinstance(self._backend, CUDABackend):
             lowered.plan = self._backend.choose_lanes(lowered.plan, buffers, spare)
-        arenas, asked = [state.arena for state in call.states], self._options.certify
+        asked = self._options.certify
         if asked and lowered.plan.compiled and lowered.trial is None:
             lowered.trial = certify(lowered, buffers, arenas, self._backend, asked)
         replay = self._backend.capture(lowered.plan, buffers, spare)
         if lowered.trial is not None and asked != "first":
             replay = Certified(replay, lowered, lowered.trial, buffers, arenas, self._backend, asked)
         replay = Poisoned(replay, staging.slots) if "poison" in str(self._options.debug) else replay
-        bound = [Bound(s.position, s.arena, s.start, s.stop) for s in call.states]
-        run = replayer(
-            name=self._name,
-            bound=bound,
+        return Captured(
+            lowered,
+            call,
+            staging,
+            buffers.constants,
+            replay,
             donates=self._donates,
-            match=layout_matcher(call.layout, call.device),
-            unchanged=self._unchanged(lowered),
-            staging=staging,
-            replay=replay,
-            taps=recorder(lowered.program, self.taps),
+            turn=self._turn,
+            unchanged=functools.reduce(_both, [guard.unchanged for guard in self._guards(lowered)]),
             stats=self.stats,
+            taps=self.taps,
         )
-        finish = finisher(self._name, lowered.program, donates=self._donates)
-        known = on_same_values(run, lowered.program, bound)
-        return Captured.of(known, finish, replay, call, constants, lowered, self.stats)
+
+    def _forget(self, gone: Collection[Lowered]) -> None:
+        """Drop plans and their captures."""
+        numbers = set(map(id, gone))
+        for capture in [key for key in self._captured if key[0] in numbers]:
+            self._captured.pop(capture).close()
+        for key, group in list(self._lowered.items()):
+            group[:] = [plan for plan in group if id(plan) not in numbers]
+            if not group:
+                del self._lowered[key]
 
     def _drop_spares(self) -> None:
-        if drop_spares(self._captured):
+        """Drop captures whose handles are all gone, but one for the next plain tree."""
+        for key in [key for key, captured in self._captured.items() if captured.spare][:-1]:
+            self._captured.pop(key).close()
             self._fast = None
 
-    def _unchanged(self, lowered: Lowered) -> Callable[[], bool]:
-        optional = filter(None, (self._constants, lowered.tables, lowered.groups))
-        watched = (lowered.watch, *lowered.originals, *optional)
-        checks: list[Any] = [one.unchanged for one in watched]
-        return cast("Callable[[], bool]", functools.reduce(lambda one, two: lambda: one() and two(), checks))
+    def _guards(self, lowered: Lowered) -> list[Any]:
+        """Return what tells whether the host is as it was when a step was traced."""
+        optional = (*lowered.originals, lowered.tables, self._constants, lowered.groups)
+        return [lowered.watch, *filter(None, optional)]
 
     def _refuse_closed(self) -> None:
         if self._closed:
-            raise closed_error(self._name, self._kind)
+            raise _closed_error(self._name, self._kind)
+
+
+def _both(one: Callable[[], bool], two: Callable[[], bool]) -> Callable[[], bool]:
+    return lambda: one() and two()
+
+
+def _reap(this: weakref.ref[Any]) -> None:
+    """Drop a step's captures whose handles are gone: now, or at the next capture if it is in a call."""
+    step = this()
+    if step is not None and not step._closed and not step._turn.busy:
+        step._turn.alone(step._drop_spares)
+
+
+def _closed_error(name: str, kind: str) -> ClosedError:
+    return ClosedError.of(
+        name,
+        "called after `close()`.",
+        why="Its captures and their memory are gone; states are still valid.",
+        fix=f"make a new step, `{kind}(fn)`.",
+    )

@@ -9,15 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
-from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -34,23 +29,15 @@ from ..stages.run.capture import CUDABackend
 from ..stages.run.memory import scratch
 from ..stages.trial.judge import Difference, load_kernels, miscompiled
 from ..stages.trial.recorded import Recorded
-from ..stages.trial.space import Space
+from ..stages.trial.space import Space, device_of, free_host_memory, free_room
 from ..stages.trial.trial import Certificate, Trial, TrialOfFunctions
-from ..stages.trial.variants import vary
 from ..state.arena import Arena
-from ..tensors.aten import copies
 from .lowered import Lowered
 
 __all__ = ["Certified", "certify"]
 
 _log = logging.getLogger("functional_cg")
-_LARGE = 2**20  # bytes
-# Parts of the memory that is free: 4 is a quarter of it.
-_FOR_WORKSPACES = 8  # is left for the workspaces of kernels
-_FOR_VALUES = 4  # copies of slots and inputs stay on the device if they take less than this
-_RECORDED = 32  # a recorded comparison takes at most this, and keeps it
-_OF_THE_HOST = 4  # values of the program may take this of the host's memory for a while
-_INTEGERS = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
+_RECORDED = 32  # a recorded comparison takes at most this part of the free memory, and keeps it
 
 
 def certify(
@@ -75,16 +62,16 @@ def certify(
     kind = TrialOfFunctions if isinstance(plan, FunctionsPlan) and plan.one_by_one else Trial
     trial = kind(lowered.reference, lowered.plan, partial(on_any, mesh, lowered.name))
     with backend.aside() if isinstance(backend, CUDABackend) else contextlib.nullcontext():
-        on_gpu = _device(buffers).type == "cuda"
+        on_gpu = device_of(buffers).type == "cuda"
         with ThreadPoolExecutor(1) as meanwhile:  # kernels load while the plan compiles
-            loaded = [meanwhile.submit(load_kernels, _device(buffers))] if on_gpu else []
+            loaded = [meanwhile.submit(load_kernels, device_of(buffers))] if on_gpu else []
             trial.rehearse(buffers, scratch(buffers, lowered.reference.unchecked.slots).slots)
         for one in loaded:
             one.result()
         turns = sorted({arena.turn for arena in arenas}, key=lambda turn: turn.rank)
         # Slow after compiling, and a capture begins with one.
         with _alone(turn.shut() for turn in turns), no_garbage_collection():
-            found = _differences(trial, _Space.of(lowered, buffers, inputs=True))
+            found = _differences(trial, Space.of(lowered.reference, buffers, inputs=True))
     _refuse(lowered.name, found, mesh, trial)
     lowered.certificate = Certificate(not trial.lacking, _lacking(trial), trial.share)
     if trial.lacking and asked is True:
@@ -143,14 +130,14 @@ class Certified:
 
     def _give_back(self) -> None:
         """Give the device back what a comparison took."""
-        if _device(self._buffers).type == "cuda":
+        if device_of(self._buffers).type == "cuda":
             torch.cuda.empty_cache()
 
     def _compared(self) -> Sequence[Tensor]:
         lowered, trial = self._lowered, self._trial
         recorded = self._recorded
         if recorded is None:
-            space: Space = _Space.of(lowered, self._buffers, inputs=False)
+            space = Space.of(lowered.reference, self._buffers, inputs=False)
         else:
             space = recorded.space
         found: Sequence[Difference] = ()
@@ -174,14 +161,14 @@ class Certified:
         lowered, buffers, record = self._lowered, self._buffers, getattr(backend, "record", None)
         if record is None or any(arena.pages for arena in self._arenas):  # pages can leave the device
             return None
-        free = _room(buffers)
-        room = (_host_memory() if free is None else free) // _RECORDED
+        free = free_room(buffers)
+        room = (free_host_memory() if free is None else free) // _RECORDED
         kept = sum(
             buffers.slots[out.slot].nbytes for out in lowered.reference.outputs if out.slot is not None
         )
 
         def make() -> Recorded:
-            space = _Space.of(lowered, buffers, inputs=False)
+            space = Space.of(lowered.reference, buffers, inputs=False)
             if not space.ample:
                 raise torch.OutOfMemoryError("the values of the state do not fit beside it")
             return Recorded(lowered.reference, space, getattr(self._replay, "static", None), record)
@@ -195,7 +182,7 @@ class Certified:
             self._recorded = None
 
 
-def _differences(trial: Trial, space: _Space) -> list[Difference]:
+def _differences(trial: Trial, space: Space) -> list[Difference]:
     try:
         return trial.differences(space)
     except torch.OutOfMemoryError as error:  # memory in pieces: what is free is not all of one piece
@@ -233,99 +220,3 @@ def _alone(locks: Iterable[contextlib.AbstractContextManager[None]]) -> Iterator
         for lock in locks:
             all_of_them.enter_context(lock)
         yield
-
-
-@dataclass
-class _Space:
-    """Static buffers that a comparison writes, with copies of their values.
-
-    Attributes:
-      buffers: The buffers.
-      ample: Whether the device has room for the copies; if not, they are on the host.
-      kept: The tensors that may be written, with copies of their values; None stands for zeros.
-      free: The tensors that may hold any value, each with a number of its own, and whether it is a leaf.
-    """
-
-    buffers: Buffers
-    ample: bool
-    kept: list[tuple[Tensor, Tensor | None]]
-    free: Sequence[tuple[Tensor, int, bool]]
-
-    @classmethod
-    def of(cls, lowered: Lowered, buffers: Buffers, *, inputs: bool) -> Self:
-        """Keep the values of the slots that a step writes, and of its inputs, if they will be written, too."""
-        reference = lowered.reference
-        written = [out.slot for out in reference.outputs if out.slot is not None]
-        given = [(buffers.slots[slot], slot, True) for slot in written]
-        free = [one for one in given if reference.unchecked.slots[one[1]]]
-        if inputs:
-            staged = [(one, -1 - number, False) for number, one in enumerate(buffers.inputs)]
-            free += [one for one, is_free in zip(staged, reference.unchecked.inputs, strict=True) if is_free]
-            given += staged
-        tensors, room = [one for one, _, _ in given], _room(buffers)
-        ample = room is None or _FOR_VALUES * sum(one.nbytes for one in tensors) < room
-        if not ample:
-            return cls(buffers, ample, [(one, _on_host(one)) for one in tensors], free)
-        values = [torch.empty_like(one) for one in tensors]
-        uninterrupted(copies(values, tensors))
-        return cls(buffers, ample, list(zip(tensors, values, strict=True)), free)
-
-    def reset(self) -> None:
-        pairs = [(one, value) for one, value in self.kept if value is not None]
-        zeros = [partial(one.zero_) for one, value in self.kept if value is None]
-        uninterrupted([*copies([one for one, _ in pairs], [value for _, value in pairs]), *zeros])
-
-    def keep(self) -> None:
-        """Keep what the buffers hold now."""
-        pairs = [(value, one) for one, value in self.kept if value is not None]
-        uninterrupted(copies([value for value, _ in pairs], [one for _, one in pairs]))
-
-    def vary(self, kind: str) -> None:
-        self.reset()
-        for tensor, number, leaf in self.free:
-            vary(tensor, kind, number, leaf=leaf)
-
-    def room(self) -> int | None:
-        room = _room(self.buffers)
-        return None if room is None else room - room // _FOR_WORKSPACES
-
-    def host(self) -> int:
-        return _host_memory() // _OF_THE_HOST
-
-
-def _device(buffers: Buffers) -> torch.device:
-    """Return where a step runs."""
-    every = (*buffers.slots, *buffers.inputs)
-    return next((one.device for one in every if one.is_cuda), torch.device("cpu"))
-
-
-def _room(buffers: Buffers) -> int | None:
-    """Return the bytes that are free on the device; None for a host, where this counts for nothing."""
-    device = _device(buffers)
-    if device.type != "cuda":
-        return None
-    stats: dict[str, Any] = torch.cuda.memory_stats(device)
-    cached = int(stats["reserved_bytes.all.current"]) - int(stats["allocated_bytes.all.current"])
-    return int(torch.cuda.mem_get_info(device)[0]) + cached
-
-
-def _on_host(slot: Tensor) -> Tensor | None:
-    """Copy a slot to the host; return None if it is all zeros, as an optimizer's moments are at first."""
-    integer = _INTEGERS.get(slot.itemsize)
-    if integer is not None and not slot.view(integer).any():  # compares bits: -0.0 is not 0.0
-        return None
-    host = torch.empty_like(slot, device="cpu")
-    if slot.nbytes > _LARGE:  # the first touch of memory is slow; `fill_` does it with several threads
-        host.fill_(0)
-    return host.copy_(slot)
-
-
-def _host_memory() -> int:
-    """Return the free bytes of host memory that the system reports; without a report, there is enough."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        known = "SC_AVPHYS_PAGES" in os.sysconf_names
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else sys.maxsize

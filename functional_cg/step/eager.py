@@ -36,25 +36,19 @@ def run_eager(
       LayoutError: If the new state does not match the old one; nothing is written.
     """
     with ordinary():  # results are ordinary tensors
-        return _run(fn, call, name, taps, constants, donates=donates)
-
-
-def _run(
-    fn: Callable[..., Any], call: Call, name: str, taps: Taps, constants: Iterable[Tensor], *, donates: bool
-) -> Any:
-    mesh = mesh_of([spec for s in call.states for spec in s.specs])
-    named = zip(call.layout.live_names, call.layout.specs, strict=True)
-    lines = [f"run `{name}` eagerly", *(f"{leaf}  {str(spec).partition('@')[0]}" for leaf, spec in named)]
-    together(mesh, name, "\n".join(lines))
-    with among(mesh, name), taps.listening():
-        slots = [s.handle._copied() for s in call.states]
-        result = evaluate(fn, call, slots, call.live, constants, donates=donates)
-    if not donates:
-        return pytree.map(_own, result)
-    new, metrics = _checked(result, call, name)
-    state = call.states[0]
-    new_state = state.arena.turn.alone(partial(state.handle._written, range(len(new)), new, name), name)
-    return new_state, metrics
+        mesh = mesh_of([spec for s in call.states for spec in s.specs])
+        named = zip(call.layout.live_names, call.layout.specs, strict=True)
+        lines = [f"run `{name}` eagerly", *(f"{leaf}  {str(spec).partition('@')[0]}" for leaf, spec in named)]
+        together(mesh, name, "\n".join(lines))
+        with among(mesh, name), taps.listening():
+            slots = [s.handle._copied() for s in call.states]
+            result = evaluate(fn, call, slots, call.live, constants, donates=donates)
+        if not donates:
+            return pytree.map(_own, result)
+        new, metrics = _checked(result, call, name)
+        state = call.states[0]
+        new_state = state.arena.turn.alone(partial(state.handle._written, range(len(new)), new, name), name)
+        return new_state, metrics
 
 
 def evaluate(

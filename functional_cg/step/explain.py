@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..messages.html import Html, card, fold, line, table
-from ..stages.run.replay import Stats
+from ..messages.units import first
+from ..stages.run.results import Stats
 from ..state.outline import count
 from .lowered import Captured, Lowered
 
@@ -32,7 +33,7 @@ def explain(name: str, stats: Stats, plans: Plans, refusal: str) -> str:
     )
     lines = [head]
     if len(plans) > 1:
-        lines += [f"  traced for {', '.join(_layout(lowered)) or 'no inputs'}" for lowered, _ in plans]
+        lines += [f"  traced for {_layout(lowered)}" for lowered, _ in plans]
     for lowered, captures in plans:
         lines += [str(lowered), *_captures(captures)]
         lines += [f"warning: {text}" for text in warnings_of(lowered)]
@@ -46,9 +47,13 @@ def explain_html(name: str, stats: Stats, plans: Plans, refusal: str) -> Html:
     numbers = (("traces", stats.traces), ("captures", stats.captures), ("replays", stats.replays))
     parts = [table([(key, str(value)) for key, value in (*numbers, ("eager calls", stats.eager_calls))])]
     for number, (lowered, captures) in enumerate(plans):
-        layout = ", ".join(_layout(lowered)) or "no inputs"
         parts.append(
-            fold(f"for {layout}", lowered.body_html(), *map(line, _captures(captures)), opened=not number)
+            fold(
+                f"for {_layout(lowered)}",
+                lowered.body_html(),
+                *map(line, _captures(captures)),
+                opened=not number,
+            )
         )
         parts += [line(f"warning: {text}") for text in warnings_of(lowered)]
     if refusal:
@@ -63,14 +68,7 @@ def warnings_of(lowered: Lowered) -> Iterator[str]:
             f"{site} draws the same numbers at each call: its key does not change; "
             "fold the step in, `fcg.random.fold_in(state.key, state.step)`."
         )
-    shared = lowered.inspection.shared_keys
-    for first, then in shared[:_SHOWN]:
-        draw = f"{first} and {then} draw from" if first != then else f"{first} draws more than once from"
-        yield (
-            f"{draw} one and the same key, so the numbers are correlated: give each draw a key of its own, "
-            "`fcg.random.split(key)` or `fcg.random.fold_in(key, n)`."
-        )
-    yield from _rest(shared)
+    yield from first([_correlated(*pair) for pair in lowered.inspection.shared_keys], _SHOWN)
     if lowered.inspection.copied:
         names = ", ".join(f"`{name}`" for name in lowered.inspection.copied)
         yield (
@@ -103,26 +101,23 @@ def warnings_of(lowered: Lowered) -> Iterator[str]:
             "`state = state.apply_gradients(grads)`, and return the new state; or do not compute them."
         )
         return
-    for text in dropped[:_SHOWN]:
-        yield f"{text}: a new value was computed and dropped; return it in the new state, or do not compute it."
-    yield from _rest(dropped)
+    kept = "a new value was computed and dropped; return it in the new state, or do not compute it."
+    yield from first([f"{text}: {kept}" for text in dropped], _SHOWN)
 
 
-def _rest(found: Sequence[object]) -> Iterator[str]:
-    if len(found) > _SHOWN:
-        yield f"… and {len(found) - _SHOWN:,} more"
+def _correlated(one: str, then: str) -> str:
+    draw = f"{one} and {then} draw from" if one != then else f"{one} draws more than once from"
+    return (
+        f"{draw} one and the same key, so the numbers are correlated: give each draw a key of its own, "
+        "`fcg.random.split(key)` or `fcg.random.fold_in(key, n)`."
+    )
 
 
-def _layout(lowered: Lowered) -> Iterator[str]:
-    names, specs = lowered.layout.live_names, lowered.layout.specs
-    for name, spec in zip(names[:_SHOWN], specs, strict=False):
-        yield f"{name} {spec}"
-    if len(names) > _SHOWN:
-        yield f"… and {len(names) - _SHOWN:,} more"
+def _layout(lowered: Lowered) -> str:
+    leaves = zip(lowered.layout.live_names, lowered.layout.specs, strict=True)
+    return ", ".join(first([f"{name} {spec}" for name, spec in leaves], _SHOWN)) or "no inputs"
 
 
 def _captures(captures: Sequence[Captured]) -> list[str]:
-    lines = [f"  captured on {captured}" for captured in captures[:_SHOWN]]
-    if len(captures) > _SHOWN:
-        lines.append(f"  … and {len(captures) - _SHOWN:,} more captures")
-    return lines or ["  not captured yet"]
+    lines = first([f"captured on {captured}" for captured in captures], _SHOWN, "more captures")
+    return [f"  {line}" for line in lines or ["not captured yet"]]

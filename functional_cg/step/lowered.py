@@ -1,31 +1,41 @@
-"""Results of lowering and capture: ``Lowered`` (a plan, no device work), ``Captured`` (bound to memory)."""
+"""``Lowered``: a plan, no device work. ``Captured``: that plan bound to memory, and the fast path of its calls.
+
+A replay takes constant work in Python, whatever the size of the state: all of it is :meth:`Captured.run`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
+from operator import setitem
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..call.inputs import InputLayout
+from ..call.matcher import layout_matcher
 from ..call.mismatch import alike, layout_differences, layout_fix, order_differences, states_fix
 from ..call.signature import Call
-from ..concurrency.turns import Inner
+from ..call.staging import Staging
+from ..concurrency.turns import Turn
 from ..errors import LayoutError
 from ..manual import Documented
 from ..messages.html import Html, card, element, fold, line
-from ..messages.units import size_of
+from ..messages.units import first, size_of
 from ..shards.collectives import WAIT
 from ..shards.groups import Groups
 from ..shards.mesh import Mesh
 from ..shards.peers import watched
 from ..shards.transfers import TRANSFERS
 from ..stages.lower.costs import constant_costs, input_costs, metric_costs, slot_costs, staged_pairs
-from ..stages.plan import Plan, Replay
+from ..stages.plan import Buffers, Plan, Replay
 from ..stages.program import Program
-from ..stages.run.replay import Stats
+from ..stages.run.memory import copy_out
+from ..stages.run.ranges import in_a_range
+from ..stages.run.results import Stats, output_builder, reported, unfinished
 from ..stages.sub_programs import unrolled
 from ..stages.trace.footprint import Inspection
 from ..stages.trace.recipe import BoundState, Recipe
@@ -37,87 +47,190 @@ from ..state.arena import Arena, dtype_name
 from ..state.boundary import mesh_of
 from ..state.handle import Handle, Lease, fill
 from ..state.outline import Entry, branches_html, columns, count, listed, outline, size_text, tree_html
-from ..tree import KeyPath, Treedef, path_string, structure_diff
+from ..transforms.debug import DEBUG_PRINT, show
+from ..transforms.taps import TAP, Taps
+from ..tree import path_string, structure_diff
 from .constants import Constants
 from .costs import CostAnalysis, cost_analysis
 from .memory import MemoryAnalysis, memory_analysis
 from .ranks.meeting import meet
+from .suppositions import Supposed
 
-__all__ = ["Captured", "Lowered"]
+__all__ = ["MISS", "Captured", "Lowered"]
 
 _STAGED_SHOWN = 8
+_set = object.__setattr__  # handles refuse assignments
 
 
-@dataclass(eq=False)
+class _Miss:
+    """The result of a fast path that does not apply; the slow path finds out why."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "MISS"
+
+
+MISS = _Miss()
+
+
 class Captured(metaclass=Documented):
     """A lowered step captured on one arena (or several, for a function of several states).
 
     Attributes:
-      run: ``run(args, kwargs)`` returns the new state and tensors, or MISS if the call does not fit.
-      launched: To be called after a call that came by the slow path, the first one among them.
-      finish: Builds the result of a call from these; runs user code, such as the classes of the metrics.
       replay: The backend's replay.
       arenas: The memory that the capture is bound to, one arena per state; it outlives the capture.
       constants: Tensors that the step owns, kept alive here: the graph only holds their addresses.
-      treedef: Structure of the first state, whose arena takes the next plain tree once its handles are gone;
-        None on several ranks, as one that still holds a handle would capture again, alone.
-      paths: Its key paths.
       lowered: What was captured.
     """
 
-    run: Inner
-    launched: Callable[[], None]
-    finish: Callable[[Any], Any]
-    replay: Replay
-    arenas: tuple[Arena, ...]
-    constants: tuple[Tensor, ...]
-    treedef: Treedef | None
-    paths: list[KeyPath]
-    lowered: Lowered
-
-    @classmethod
-    def of(
-        cls,
-        run: Inner,
-        finish: Callable[[Any], Any],
-        replay: Replay,
-        call: Call,
-        constants: Sequence[Tensor],
+    def __init__(
+        self,
         lowered: Lowered,
+        call: Call,
+        staging: Staging,
+        constants: Sequence[Tensor],
+        replay: Replay,
+        *,
+        donates: bool,
+        turn: Turn,
+        unchanged: Callable[[], bool],
         stats: Stats,
-    ) -> Captured:
-        """Return a capture made for a call; it keeps the call's memory alive, not its handles."""
-        lease, arena = (call.states[0].lease, call.states[0].arena) if call.states else (None, None)
-        several = (mesh := lowered.mesh) is not None and mesh.everyone > 1
+        taps: Taps,
+    ) -> None:
+        """Bind a capture to the memory of a call; it keeps that memory alive, not the handles."""
+        self.lowered, self.replay, self.constants = lowered, replay, tuple(constants)
+        self.arenas = tuple(state.arena for state in call.states)
+        # Of the first state, whose arena takes the next plain tree once its handles are gone; not on several ranks,
+        # where one that still holds a handle would capture again, alone.
+        lease, mesh = (call.states[0].lease if call.states else None), lowered.mesh
+        self._treedef = lease.treedef if lease and (mesh is None or mesh.everyone == 1) else None
+        self._paths = lease.paths if lease else []
+        self._name, self._donates, self._stats = lowered.name, donates, stats
+        # Where each state is among the arguments, and which slots it must be.
+        self._bound = [(s.position, s.arena, s.start, s.stop - s.start) for s in call.states]
+        positions = [position for position, *_ in self._bound]
+        # One within the other: the step's turn, and then those of its states.
+        self.turns: tuple[Any, ...] = ()
+        for one in sorted({arena.turn for arena in self.arenas}, key=lambda turn: turn.rank, reverse=True):
+            self.turns = one, self.turns
+        self.turns = turn, self.turns
+        self._match = layout_matcher(call.layout, call.device, positions)
+        self._unchanged, self._supposed = unchanged, Supposed.of(lowered.program, call.states)
+        # Static outputs mean that work is queued, if only on a simulated stream.
+        on_gpu, self._fresh = staging.arena.on_cuda, replay.fresh
+        queued = on_gpu or not replay.fresh
+        self._joined = list(dict.fromkeys([*self.arenas, staging.arena])) if queued else []
+        self._copy_in = staging.copy_in if queued else partial(torch._foreach_copy_, staging.slots)
         communicates = any(instr.op is WAIT or instr.op in TRANSFERS for instr in lowered.program.instrs)
-        run, launched = watched(run, mesh, lowered.name, (stats, arena) if communicates else None)
-        captured = cls(
-            run,
-            launched,
-            finish,
-            replay,
-            tuple(state.arena for state in call.states),
-            tuple(constants),
-            lease.treedef if lease and not several else None,
-            lease.paths if lease else [],
-            lowered,
-        )
-        lowered.groups.hold(captured)
-        return captured
+        waits = (stats, self.arenas[0] if self.arenas else None) if communicates else None
+        launch = in_a_range(replay, lowered.name) if on_gpu else replay
+        self._launch, self.launched = watched(launch, mesh, lowered.name, waits)
+        self._tapped: list[tuple[Callable[..., None], slice]] = [
+            (partial(taps.record, *tap.args), place) for tap, place in reported(lowered.program, TAP)
+        ]
+        self._printed: list[tuple[Callable[..., None], slice]] = [
+            (partial(show, *line.args), place) for line, place in reported(lowered.program, DEBUG_PRINT)
+        ]
+        self._build = output_builder(lowered.program)
+        lowered.groups.hold(self)
 
-    @property
-    def arena(self) -> Arena:
-        return self.arenas[0]
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], turns: tuple[Any, ...]) -> Any:
+        """Take the turns, then replay a call: return its new state and its tensors for ``finish``, or MISS.
+
+        All of a replay is here. Each turn is taken in C by a ``with`` of its own, so that no signal strikes between
+        taking and releasing it; the innermost call has them all. No user code runs there but the handlers of signals,
+        so nothing else can ask for a turn that it holds. After MISS nothing has changed.
+        """
+        if turns:
+            turn, inner = turns
+            if turn.busy:
+                turn.wait()
+            with turn.lock:
+                busy = turn.busy
+                if busy and (self._donates or not turn.whole):
+                    if turn.over is None:
+                        raise turn.refusal(self._name)
+                    result = MISS
+                else:
+                    turn.busy = True
+                    try:
+                        result = self.run(args, kwargs, inner)
+                    finally:
+                        turn.busy = busy
+            return result
+
+        # Does the call fit? The inputs by their layout, the states by their memory, the host by what was read of it.
+        leaves = self._match(args, kwargs)
+        if leaves is None:
+            return MISS
+        for position, arena, start, size in self._bound:
+            state = args[position]
+            if (
+                type(state) is not Handle
+                or state._lease.arena is not arena
+                or state._part.start != start
+                or state._part.node.num_leaves != size
+                or state._lease.cell[0] != state._generation
+            ):
+                return MISS
+        state = args[0] if self._donates else None
+        if state is not None and state._owner is not None:  # a part of it, even if it has all leaves
+            return MISS
+        if not self._unchanged() or not (self._supposed is None or self._supposed.holds(args)):
+            return MISS
+
+        # It does: copy in, launch, copy out. The state has a new generation as soon as it has new values.
+        for arena in self._joined:
+            arena.join()
+        if leaves:
+            self._copy_in(leaves)
+        if state is None:
+            static = self._launch(())
+        else:
+            lease, generation = state._lease, state._generation
+            static = self._launch((partial(setitem, lease.cell, 0, generation + 1),))
+        self._stats.replays += 1
+        tensors = static if self._fresh else copy_out(static)
+        for record, place in self._tapped:
+            record(tensors[place])
+        new = None
+        if state is not None:
+            _set(state, "_donor", self._name)
+            new = Handle(lease, generation + 1)
+        if self._supposed is not None:
+            self._supposed.keep(args, new)
+        return new, tensors
+
+    def finish(self, done: tuple[Handle | None, Sequence[Tensor]]) -> Any:
+        """Print lines, and build the result of a call from what ``run`` returned.
+
+        Both run user code, ``sys.stdout`` and the classes of the metrics, which may call the library and may raise.
+        """
+        new, tensors = done
+        for show_line, place in self._printed:
+            show_line(tensors[place])
+        try:
+            result = self._build(tensors)
+        except Exception as error:
+            raise unfinished(self.lowered.program, error, new, tensors) from error
+        return (new, result) if self._donates else result
 
     @property
     def spare(self) -> bool:
         """Whether one of its states has no handle or leaf left."""
         return any(arena.free for arena in self.arenas)
 
-    def taken_over(self, leaves: Sequence[Tensor]) -> Handle | None:
-        """Return a new state in the first arena if that is free; None if another thread took it first."""
-        assert self.treedef is not None
-        return fill(Lease(self.arena, self.treedef, self.paths), leaves) if self.arena.free else None
+    def taken_over(self, treedef: Any, plan: Any, leaves: Sequence[Tensor]) -> Handle | None:
+        """Return a new state in the first arena if that has this layout and is free; None otherwise."""
+        arena = self.arenas[0]
+        if self._treedef != treedef or arena.plan != plan or not arena.vacant:
+            return None
+
+        def taken() -> Handle | None:  # unless another thread took it first
+            return fill(Lease(arena, treedef, self._paths), leaves) if arena.free else None
+
+        return arena.turn.alone(taken, self._name)  # type: ignore[no-any-return]
 
     def cost_analysis(
         self,
@@ -194,6 +307,18 @@ class Lowered(metaclass=Documented):
         assert self.capture_here is not None
         (captured := self.capture_here()).lowered.counts = True
         return captured
+
+    def buffers(self, call: Call, arenas: Iterable[Arena]) -> tuple[Buffers, Staging]:
+        """Return static buffers of a call, whose inputs are copied in, for states in these arenas."""
+        staging = Staging(self.layout.specs, call.device)
+        staging.copy_in(call.live)
+        slots = [
+            slot
+            for s, arena in zip(call.states, arenas, strict=True)
+            for slot in arena.slots[s.start : s.stop]
+        ]
+        constants = [c.value.to(c.var.spec.device, copy=True) for c in self.program.constants]
+        return Buffers(slots, staging.slots, constants), staging
 
     @property
     def mesh(self) -> Mesh | None:
@@ -379,9 +504,8 @@ class Lowered(metaclass=Documented):
         certificate = [str(self.certificate)] if self.certificate else []
         pairs = staged_pairs(self.program, self.plan.schedule)
         twice = [f"copied twice: {old} <- {new}, which the same call overwrites" for old, new in pairs]
-        more = [f"… and {len(twice) - _STAGED_SHOWN:,} more"] if len(twice) > _STAGED_SHOWN else []
         branches = [*self.plan.shared, *([self.plan.branches] if self.plan.branches else [])]
-        return [f"{title}{self._plan_line()}", *branches, *certificate, *twice[:_STAGED_SHOWN], *more]
+        return [f"{title}{self._plan_line()}", *branches, *certificate, *first(twice, _STAGED_SHOWN)]
 
     def _state_costs(self) -> Iterator[tuple[BoundState, list[Entry]]]:
         """Yield each state with what a call does with its leaves."""

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
-from ..call.signature import Call, on_host
-from ..concurrency.turns import Inner
+from ..call.signature import Call, StateArgument, on_host
 from ..errors import BakedValueError
-from ..stages.program import Program
-from ..stages.run.replay import MISS, Bound
-from ..state.handle import Handle
+from ..stages.program import Constant, Program
+from ..state.arena import Arena
 
-__all__ = ["on_same_values", "refuse_other_values"]
+__all__ = ["Supposed", "refuse_other_values"]
 
 _SHOWN = 8  # elements
 
@@ -50,38 +48,36 @@ def _text(value: Any) -> str:
     return str(value.tolist())
 
 
-def on_same_values(run: Inner, program: Program, bound: Sequence[Bound]) -> Inner:
-    """Restrict a capture's fast path to states that only it has updated since their values were compared.
+class Supposed:
+    """The values with which a program was traced, to be compared unless only its capture has updated the states since.
 
     Args:
-      run: ``run(args, kwargs)``; for any other state it now returns MISS, and so leaves it to the slow path.
-      program: What was captured.
-      bound: Its states.
+      slots: Arena and slot of each, with its value.
+      positions: Those of the states among the arguments.
     """
-    if not program.suppositions:
-        return run
-    slots = [(b.arena, slot) for b in bound for slot in range(b.start, b.stop)]
-    supposed = [(*slots[program.slot_names.index(one.name)], one) for one in program.suppositions]
-    seen: list[tuple[weakref.ref[Any], int]] = []
 
-    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) <= max(b.position for b in bound):
-            return MISS
-        states = [args[b.position] for b in bound]
-        if not all(b.accepts(state) for b, state in zip(bound, states, strict=True)):
-            return MISS
-        now = [(state._lease, state._generation) for state in states]
-        same = len(seen) == len(now) and all(
-            lease() is here and generation == there
-            for (lease, generation), (here, there) in zip(seen, now, strict=True)
+    def __init__(self, slots: Sequence[tuple[Arena, int, Constant]], positions: Sequence[int]) -> None:
+        self._slots, self._positions = slots, positions
+        self._seen: list[tuple[weakref.ref[Any], int]] = []
+
+    @classmethod
+    def of(cls, program: Program, states: Sequence[StateArgument]) -> Self | None:
+        """Return those of a program for its states; None if there are none."""
+        slots = [(state.arena, slot) for state in states for slot in range(state.start, state.stop)]
+        supposed = [(*slots[program.slot_names.index(one.name)], one) for one in program.suppositions]
+        return cls(supposed, [state.position for state in states]) if supposed else None
+
+    def holds(self, args: Sequence[Any]) -> bool:
+        """Whether the states among the arguments hold them."""
+        states = [args[position] for position in self._positions]
+        same = len(self._seen) == len(states) and all(
+            lease() is state._lease and generation == state._generation
+            for (lease, generation), state in zip(self._seen, states, strict=True)
         )
-        if not same and not all(one.holds(on_host(arena, slot)) for arena, slot, one in supposed):
-            return MISS
-        result = run(args, kwargs)
-        if result is not MISS:
-            new = result[0] if isinstance(result[0], Handle) else states[0]
-            after = [new, *states[1:]]
-            seen[:] = [(weakref.ref(state._lease), state._generation) for state in after]
-        return result
+        return same or all(one.holds(on_host(arena, slot)) for arena, slot, one in self._slots)
 
-    return call
+    def keep(self, args: Sequence[Any], new: Any) -> None:
+        """Note that they still hold them after a call, which returned a new state in place of the first or none."""
+        first, *others = (args[position] for position in self._positions)
+        states = (first if new is None else new, *others)
+        self._seen = [(weakref.ref(state._lease), state._generation) for state in states]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -14,15 +14,14 @@ from torch import Tensor
 from .. import tree as pytree
 from ..ambient.setting import AsTraced
 from ..call.signature import Call
-from ..call.staging import Staging
 from ..errors import CaptureError
 from ..errors.words import words_of
 from ..pytree.sameness import same
 from ..shards.peers import on_any
 from ..stages.evaluate import quiet
 from ..stages.plan import Buffers, Plan, lower_aten
-from ..stages.program import Program
-from ..stages.run.replay import output_builder
+from ..stages.run.results import output_builder
+from ..stages.trial.distances import between
 from ..stages.trial.judge import Judge, miscompiled
 from ..state.arena import Arena, BufferSpec
 from ..state.boundary import entered, held
@@ -65,37 +64,31 @@ class Shadow:
           MiscompileError: If a compiled function computes something other than the traced calls.
         """
         before = [state.arena.copy() for state in call.states]
-        live = [tensor.clone() for tensor in call.live]
+        call = replace(call, live=[tensor.clone() for tensor in call.live])
         got = replay()
         self._calls += 1
         if lowered.plan.compiled:
-            fresh = partial(self._buffers, call, before, live, lowered.program)
+
+            def fresh() -> Buffers:
+                return lowered.buffers(call, [arena.copy() for arena in before])[0]
+
             result, outputs = self._rehearse(call, fresh(), lowered, lowered.plan)
             self._compare(call, result, "the compiled function run by itself", got)
             self._refuse_miscompiled(call, lowered, outputs, fresh())
             recorded, _ = self._rehearse(call, fresh(), lowered, lower_aten(lowered.program))
         else:
             recorded = got
-        self._compare(call, self._eager_run(call, before, live), "the eager run", recorded)
+        self._compare(call, self._eager_run(call, before), "the eager run", recorded)
         return got
 
-    def _eager_run(self, call: Call, before: Sequence[Arena], live: Sequence[Tensor]) -> Any:
+    def _eager_run(self, call: Call, before: Sequence[Arena]) -> Any:
         slots = [arena.slots[s.start : s.stop] for s, arena in zip(call.states, before, strict=True)]
         try:
             with Silence(), AsTraced():
-                return evaluate(self._fn, call, slots, live, self._constants, donates=self._donates)
+                return evaluate(self._fn, call, slots, call.live, self._constants, donates=self._donates)
         except Exception as error:  # whatever the user's function raises
             what = f"raises {type(error).__name__} in the eager run of verified call {self._calls}: {words_of(error)}"
             raise self._error(call, what) from error
-
-    def _buffers(self, call: Call, before: Sequence[Arena], live: list[Tensor], program: Program) -> Buffers:
-        """Return static buffers for a call, in separate memory."""
-        arenas = [arena.copy() for arena in before]
-        slots = [arena.slots[s.start : s.stop] for s, arena in zip(call.states, arenas, strict=True)]
-        staging = Staging(call.layout.specs, call.device)
-        staging.copy_in(live)
-        constants = [c.value.to(c.var.spec.device, copy=True) for c in program.constants]
-        return Buffers(list(chain.from_iterable(slots)), staging.slots, constants)
 
     def _rehearse(
         self, call: Call, buffers: Buffers, lowered: Lowered, plan: Plan
@@ -104,8 +97,7 @@ class Shadow:
         with quiet():
             metrics = plan.bind(buffers)(())
         outputs = lowered.reference.made(metrics, buffers.slots)
-        assert lowered.program.output_def is not None
-        result = output_builder(lowered.program.output_def, lowered.program.outputs)(metrics)
+        result = output_builder(lowered.program)(metrics)
         if not self._donates:
             return result, outputs
         state = call.states[0]
@@ -127,18 +119,16 @@ class Shadow:
             )
 
     def _compare(self, call: Call, expected: Any, run: str, got: Any) -> None:
-        rows = self._differences(call, expected, got)
+        if not self._donates:
+            rows = _differences("outputs", expected, got)
+        elif not isinstance(expected, tuple) or len(expected) != 2:
+            rows = [f"result  eager {type(expected).__name__}   replay (state, metrics)"]
+        else:
+            names = call.states[0].name, "metrics"
+            triples = zip(names, expected, got, strict=True)
+            rows = [row for name, want, have in triples for row in _differences(name, want, have)]
         if rows:
             raise self._error(call, f"replay differs from {run} at verified call {self._calls}.", rows)
-
-    def _differences(self, call: Call, expected: Any, got: Any) -> list[str]:
-        if not self._donates:
-            return _differences("outputs", expected, got)
-        if not isinstance(expected, tuple) or len(expected) != 2:
-            return [f"result  eager {type(expected).__name__}   replay (state, metrics)"]
-        names = call.states[0].name, "metrics"
-        triples = zip(names, expected, got, strict=True)
-        return [row for name, want, have in triples for row in _differences(name, want, have)]
 
     def _kept(self, call: Call) -> str:
         if not self._donates:
@@ -177,45 +167,18 @@ def _difference(want: Any, have: Any) -> str:
     want, have = owned(held(want)).detach(), owned(held(have)).detach()
     if (want.shape, want.dtype) != (have.shape, have.dtype):
         return f"eager {_shown(want)}   replay {_shown(have)}"
-    if _same_bits(want, have):
-        return ""
+    (((norm, greatest),), _) = (one.tolist() for one in between([have], [want]).known(1))
     if not (want.is_floating_point() or want.is_complex()):
-        return f"differs in {int((want != have).sum())} of {want.numel()} elements"
-    distance = _distance(want, have)
-    return f"differs by {distance:.3g} in norm" if distance else "differs in the sign of zeros"
+        return f"differs in {round(norm**2)} of {want.numel()} elements" if norm else ""
+    if greatest:
+        return f"differs by {norm if math.isfinite(greatest) else math.inf:.3g} in norm"
+    return "" if torch.equal(_negative_zeros(want), _negative_zeros(have)) else "differs in the sign of zeros"
 
 
 def _shown(leaf: Any) -> str:
     return str(BufferSpec.of(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def _distance(want: Tensor, have: Tensor) -> float:
-    """Return the norm of the difference; NaN equals NaN, and equal infinities match."""
-    want, have = _wide(want), _wide(have)
-    equal = (want == have) | (want.isnan() & have.isnan())
-    distance: float = torch.where(equal, 0.0, have - want).abs().norm().item()
-    return math.inf if math.isnan(distance) else distance
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether the bits agree; all NaNs count as equal."""
-    if not (a.is_floating_point() or a.is_complex()):
-        return torch.equal(a, b)
-    return all(
-        torch.equal(_bits(one), _bits(other)) for one, other in zip(_numbers(a), _numbers(b), strict=True)
-    )
-
-
-def _numbers(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a mask of the NaNs, and the elements in f64 with NaNs as 0; zeros keep their signs."""
-    parts = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    nan = parts.double().isnan()
-    return nan, torch.where(nan, 0.0, parts.double())
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+def _negative_zeros(tensor: Tensor) -> Tensor:
+    parts = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+    return (parts == 0) & parts.signbit()

@@ -38,7 +38,7 @@ MUTANTS = (
     Mutant(
         "N1",
         "returns static outputs: metrics are not copied out of the pool",
-        (("tensors = static if fresh else copy_out(static)", "tensors = static"),),
+        (("tensors = static if self._fresh else copy_out(static)", "tensors = static"),),
         (
             f"{OWNERSHIP}test_what_was_returned_never_changes[simulator]",
             f"{OWNERSHIP}test_gradients_returned_are_owned_and_sum_in_order[simulator]",
@@ -96,7 +96,7 @@ MUTANTS = (
     Mutant(
         "N35",
         "a part of a state is taken for any other part of the same layout",
-        (("            and value._start == self.start\n", ""),),
+        (("                or state._part.start != start\n", ""),),
         (f"{READS}test_another_part_of_a_state_is_another_argument",),
         no_gpu="the argument is judged on the host, before anything is launched",
     ),
@@ -233,8 +233,8 @@ MUTANTS = (
         "a step may be called in the middle of its own call, by the handler of a signal",
         (
             (
-                "            if before and not (reads and turn.whole):\n",
-                "            if before and turn.over is not None:\n",
+                "                if busy and (self._donates or not turn.whole):\n",
+                "                if busy and turn.over is not None:\n",
             ),
         ),
         (f"{TURNS}test_in_the_middle_of_a_step_reads_work_and_writes_are_refused[step]",),
@@ -260,8 +260,8 @@ MUTANTS = (
         "a layout that has never run takes the place of another",
         (
             (
-                "            if not lowered.counts:\n                forget",
-                "            if False:\n                forget",
+                "            if not lowered.counts:\n                self._forget",
+                "            if False:\n                self._forget",
             ),
             ("[lowered for lowered in group if not lowered.counts]", "[]"),
         ),
@@ -335,7 +335,7 @@ MUTANTS = (
     Mutant(
         "N4",
         "keeps addresses without ownership: nobody holds the constants that a capture reads",
-        (("            tuple(constants),\n", "            (),\n"),),
+        (("lowered, replay, tuple(constants)", "lowered, replay, ()"),),
         (
             f"{OWNERSHIP}test_constants_are_the_steps_own[simulator]",
             f"{REPLAY}test_literals_and_constants_live_as_long_as_the_capture[simulator]",
@@ -348,15 +348,16 @@ MUTANTS = (
         "skips the copy-in of what lies at the address of the last call",
         (
             (
-                "        torch._foreach_copy_(self.slots, leaves)\n",
+                "            torch._foreach_copy_(self.slots, leaves)\n",
                 (
-                    '        seen = self.__dict__.setdefault("seen", {})\n'
-                    "        for i, leaf in enumerate(leaves):\n"
-                    "            if seen.get(i) != leaf.data_ptr():\n"
-                    "                self.slots[i].copy_(leaf)\n"
-                    "            seen[i] = leaf.data_ptr()\n"
+                    '            seen = self.__dict__.setdefault("seen", {})\n'
+                    "            for i, leaf in enumerate(leaves):\n"
+                    "                if seen.get(i) != leaf.data_ptr():\n"
+                    "                    self.slots[i].copy_(leaf)\n"
+                    "                seen[i] = leaf.data_ptr()\n"
                 ),
             ),
+            (" if queued else partial(torch._foreach_copy_, staging.slots)", ""),
             (
                 "            for i in here:\n                self.slots[i].copy_(leaves[i])\n",
                 (
@@ -508,8 +509,8 @@ MUTANTS = (
         "a pool is shared while outputs live in it: what a graph_fn returns is not copied out",
         (
             (
-                "tensors = static if fresh else copy_out(static)",
-                "tensors = static if fresh or not donates else copy_out(static)",
+                "tensors = static if self._fresh else copy_out(static)",
+                "tensors = static if self._fresh or not self._donates else copy_out(static)",
             ),
         ),
         (f"{SIMULATOR}test_outputs_of_an_evaluation_outlive_other_replays[simulator]",),
@@ -534,8 +535,8 @@ MUTANTS = (
         (
             ("            if new and key in self._captured:\n", "            if False:\n"),
             (
-                "            if not lowered.counts:\n                forget",
-                "            if False:\n                forget",
+                "            if not lowered.counts:\n                self._forget",
+                "            if False:\n                self._forget",
             ),
         ),
         (f"{AFTER_FAILURE}test_a_layout_whose_first_call_fails_takes_no_place[IndexError]",),
@@ -556,7 +557,7 @@ MUTANTS = (
         "a handle without generation: the update does not raise it",
         (
             ("(partial(setitem, lease.cell, 0, generation + 1),)", "()"),
-            ("return Handle(lease, generation + 1), tensors", "return Handle(lease, generation), tensors"),
+            ("new = Handle(lease, generation + 1)", "new = Handle(lease, generation)"),
         ),
         (
             f"{REPLAY}test_an_old_state_never_shows_new_values[cpu]",
@@ -698,8 +699,8 @@ MUTANTS = (
         "a constant is the caller's own memory",
         (
             (
-                "device, copy=True) for c in lowered.program.constants]\n        for s in call",
-                "device) for c in lowered.program.constants]\n        for s in call",
+                "device, copy=True) for c in self.program.constants]\n",
+                "device) for c in self.program.constants]\n",
             ),
         ),
         (f"{BETWEEN}test_a_constant_is_a_copy",),
@@ -746,7 +747,7 @@ MUTANTS = (
     Mutant(
         "N61",
         "a module that was copied is not looked at again",
-        (("(lowered.watch, *lowered.originals, ", "(lowered.watch, "),),
+        (("(*lowered.originals, lowered.tables, ", "(lowered.tables, "),),
         (
             f"{LEFT}test_a_module_changed_after_it_was_copied_is_noticed_at_the_next_call[freeze]",
             f"{LEFT}test_a_module_changed_after_it_was_copied_is_noticed_at_the_next_call[attribute of a layer]",
@@ -881,7 +882,7 @@ MUTANTS = (
     Mutant(
         "N84",
         "the value of a buffer that was read on the host is compared on the slow path alone",
-        (("known = on_same_values(run, lowered.program, bound)", "known = run"),),
+        (("Supposed.of(lowered.program, call.states)", "None"),),
         (
             "tests/test_supposed.py::test_a_checkpoint_with_another_value_is_refused",
             "tests/test_supposed.py::test_another_value_is_refused_wherever_it_comes_from",

@@ -11,11 +11,10 @@ from functools import partial
 import torch
 
 from ...call.signature import Call
-from ...call.staging import Staging
 from ...messages.source import Location
 from ...shards.peers import among, together
 from ...stages.lower.in_place import InPlacePlan
-from ...stages.plan import Buffers, lower_aten
+from ...stages.plan import lower_aten
 from ...stages.program import Instr, Program
 from ...stages.schedule import Schedule
 from ...stages.sub_programs import unrolled
@@ -48,15 +47,8 @@ def profile_of(call: Call, lowered: Lowered) -> Profile:
     """
     program, device, mesh = unrolled(lowered.program), call.device, lowered.mesh
     together(mesh, call.function, f"profile `{call.function}`")
-    arenas = [state.arena.copy() for state in call.states]
-    slots = [
-        slot for s, arena in zip(call.states, arenas, strict=True) for slot in arena.slots[s.start : s.stop]
-    ]
-    staging = Staging(lowered.layout.specs, device)
+    buffers, staging = lowered.buffers(call, [state.arena.copy() for state in call.states])
     copy_in = partial(staging.copy_in, call.live)
-    copy_in()
-    constants = [c.value.to(c.var.spec.device, copy=True) for c in program.constants]
-    buffers = Buffers(slots, staging.slots, constants)
     unchecked, where = lowered.reference.unchecked.slots, (device, call.function)
     compiled = lowered.plan
     with among(mesh, call.function):
