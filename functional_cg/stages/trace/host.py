@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import constraints, continuous_bernoulli, distribution, geometric
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
-from ...errors import CaptureError, FunctionalCGError, HostSyncError, SideEffectError
+from ...errors import CaptureError, FunctionalCGError, SideEffectError
 from ...messages.advice import ADDRESS
 from ...messages.catching import may_swallow
 from ...messages.guards import compares_in_guard, guard_of
 from ...messages.source import at_here, is_user_file
-from ...tensors.selected import Selected
 from ..watch.host_reads import HostReads
 from ..watch.host_watch import MODES, HostWatch, modes
 from ..watch.values import shown
@@ -68,9 +66,6 @@ _VALIDATING = frozenset(
 _GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
 _ENTRY = f"{__package__}.runs"  # calls the user's function
 _PLUMBING = frozenset({"torch.overrides", "torch.utils._python_dispatch"})
-# What selects by a mask, and what computes the same whatever follows the selected values.
-_SELECTING = frozenset({torch.masked_select, Tensor.masked_select, Tensor.__getitem__})
-_WITHOUT_LENGTH = frozenset({F.ctc_loss, torch.ctc_loss})
 _OF_VALUES = frozenset({"__repr__", "__format__", "__array__", "numpy", "tolist"})
 
 
@@ -80,17 +75,11 @@ class HostGuard(TorchFunctionMode):
     Args:
       rules: The rules of the trace, which word the errors.
       value_of: Returns what a tensor of the trace holds; None if that is not known.
-      writes_to: Returns how many calls of the trace have written the memory of a tensor.
     """
 
-    def __init__(
-        self,
-        rules: Rules,
-        value_of: Callable[[Tensor], Tensor | None],
-        writes_to: Callable[[Tensor], int],
-    ) -> None:
+    def __init__(self, rules: Rules, value_of: Callable[[Tensor], Tensor | None]) -> None:
         super().__init__()
-        self._rules, self._value_of, self._writes_to = rules, value_of, writes_to
+        self._rules, self._value_of = rules, value_of
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -120,37 +109,14 @@ class HostGuard(TorchFunctionMode):
         if func is Tensor.item and _only_compares(args[0]) and self._value_of(args[0]) is None:
             number = args[0].reshape(())
             return number if number.dtype is torch.bool else number.double()
-        if func in _WITHOUT_LENGTH:
-            args, kwargs = _in_front(args), dict(zip(kwargs, _in_front(kwargs.values()), strict=True))
-        if func is Tensor.__setitem__ and isinstance(args[2], Selected) and isinstance(args[1], Tensor):
-            if args[2].written_into(args[0], args[1], self._writes_to(args[1])):
-                return None
-        if (found := at_a_place(func, args, self._call, self._rules.places)) is not None:
-            return found[0]
-        try:
-            return func(*args, **kwargs)
-        except HostSyncError as error:
-            if func not in _SELECTING or not _selects(func, *args[:2]):
-                raise
-            return Selected(args[0], args[1], self._writes_to(args[1]), self._rules.put_off(error))
+        found = at_a_place(func, args, self._call, self._rules.places)
+        return func(*args, **kwargs) if found is None else found[0]
 
 
 def _only_compares(number: Tensor) -> bool:
     """Whether the host asks for a number to compare it, in float64, and raise if that fails."""
     frame = _asking()
     return number.numel() == 1 and not number.is_complex() and frame is not None and compares_in_guard(frame)
-
-
-def _in_front(args: Iterable[Any]) -> list[Any]:
-    return [one.in_front() if isinstance(one, Selected) else one for one in args]
-
-
-def _selects(func: Any, values: Any = None, index: Any = None) -> bool:
-    """Whether an index is one mask, for each element or, between brackets, for the first axes."""
-    if not isinstance(index, Tensor) or index.dtype is not torch.bool:
-        return False
-    rows = func is Tensor.__getitem__ and 0 < index.dim() < values.dim()
-    return bool(rows or index.dim() == values.dim())
 
 
 def taken_as_valid(func: Any, args: Sequence[Any], call: Callable[..., Any]) -> bool | None:

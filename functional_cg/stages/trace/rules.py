@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,22 +132,10 @@ class Rules:
         if not _in_a_debugger():
             self._first = self._first or error
 
-    def put_off(self, error: FunctionalCGError) -> Callable[[], NoReturn]:
-        """Take back a refusal that may turn out to be none; return what refuses after all."""
-        if self._first is error:
-            self._first = None
-
-        def refuse() -> NoReturn:
-            self.remember(error)
-            raise error
-
-        return refuse
-
     def refuse_what_was_caught(self) -> None:
         """Raise the first refusal again if the function caught it and returned."""
         if self._first is not None:
             raise self._first
-        self.places.refuse_owed()
 
     def check(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """Refuse an op, or return the tensors that it writes."""

@@ -73,7 +73,7 @@ def _run(
     for name, constant in recipe.constants:
         recorder.declare(name, constant)
     follow = nullcontext() if reads is None else follower.following()
-    guard = HostGuard(recorder.rules, recorder.value_of, recorder.history.writes_to)
+    guard = HostGuard(recorder.rules, recorder.value_of)
     with meeting(recorder.met), watching(recorder.work), canonical(recorder.mesh, declared), without_log():
         with ended_checkpoints(), mode, recorder, guard, follow, tracing(recorder):
             result = recipe.apply(recipe.function, trees, inputs)
