@@ -99,7 +99,7 @@ def _once_filled(
         return cold
     warm = _run(recipe, None, checkpoint, runs)
     known = {id(table.tensor): warm.var_of(table.tensor) for table in warm.tables}
-    found = {var: twin for tensor, var in tables if (twin := known.get(id(tensor))) is not None}
+    found = {twin: var for tensor, var in tables if (twin := known.get(id(tensor))) is not None}
     refuse_another_start(cold.program, warm.program, found)
     return warm
 
