@@ -24,14 +24,7 @@ from ..program import Program, Var
 from ..variables import Reference
 from .known import aside_from_modes, value_of
 
-__all__ = [
-    "GradsOfConstants",
-    "Stray",
-    "disown",
-    "refuse_kept",
-]
-
-_DEVICE = torch.ops.prim.device.default
+__all__ = ["GradsOfConstants", "Stray", "disown", "refuse_kept"]
 
 
 class Stray(Tensor):
@@ -40,40 +33,19 @@ class Stray(Tensor):
     _var: Var
     _compute: Callable[[], Tensor]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is _DEVICE:
-            return args[0].device
         return func(*_found(args), **{name: _found(value) for name, value in (kwargs or {}).items()})
 
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self._var.spec.device
+    __torch_dispatch__ = __torch_function__  # type: ignore[assignment]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         try:
             return repr(self._compute())
         except SideEffectError:
             return f"<a tensor of a refused trace, {self._var.spec}>"
-
-    def tolist(self) -> Any:
-        return self._compute().tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self._compute().numpy(force=force)
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._compute().__dlpack__(**options)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self._compute().clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._compute().__reduce_ex__(protocol)
 
 
 def _found(value: Any) -> Any:
@@ -84,23 +56,19 @@ def _found(value: Any) -> Any:
     return value
 
 
-def disown(program: Program, tensors: list[Reference], variables: Sequence[Var]) -> bool:
+def disown(program: Program, tensors: list[Reference], variables: Sequence[Var]) -> None:
     """Give the tensors of a trace that are still alive their values, and turn those without values into strays.
 
     Args:
       program: What was traced.
       tensors: Its tensors.
       variables: Their variables.
-    Returns:
-      Whether there were any, and all have values now.
     """
     kept = [number for number, one in enumerate(tensors) if type(one()) not in (type(None), Stray)]
-    if not kept:
-        return False
     groups: dict[int, list[int]] = {}
     for number in kept:
         groups.setdefault(variables[number].storage, []).append(number)
-    fixed = _unchanging(program)
+    fixed = _unchanging(program) if kept else set[int]()
     wholes = {var.storage: var for var in reversed(variables) if var.fills}
     for storage in fixed & groups.keys():
         if (memory := value_of(program, wholes.get(storage))) is not None:
@@ -113,7 +81,6 @@ def disown(program: Program, tensors: list[Reference], variables: Sequence[Var])
         tensor._var = var
         none = partial(_without_values, program.function, var, sites.get(var))
         tensor._compute = _Value(program, var, none) if var.storage in fixed else partial(_refuse, none)
-    return not strays
 
 
 def _give_values(
