@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from types import FrameType, MappingProxyType
 from typing import Any
 
@@ -23,7 +24,7 @@ from ...errors import CaptureError, FunctionalCGError, SideEffectError
 from ...messages.advice import ADDRESS
 from ...messages.catching import may_swallow
 from ...messages.guards import compares_in_guard, guard_of
-from ...messages.source import at_here, is_user_file
+from ...messages.source import at_here, frames, is_user_file
 from ..watch.host_reads import HostReads
 from ..watch.host_watch import MODES, HostWatch, modes
 from ..watch.values import shown
@@ -148,19 +149,13 @@ def taken_as_valid(func: Any, args: Sequence[Any], call: Callable[..., Any]) -> 
 
 def _asking() -> FrameType | None:
     """Return the frame of the code that calls an op, or asks for a value."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _between(frame):
-        frame = frame.f_back
-    return frame
+    return next((one for one in frames(sys._getframe(1)) if not _between(one)), None)
 
 
 def _may_go_on(frame: FrameType | None) -> bool:
     """Whether the step may go on after what a frame raises: then the test decides more than whether to raise."""
-    while frame is not None and frame.f_globals.get("__name__") != _ENTRY:
-        if not _of_torch_or_ours(frame) and may_swallow(frame):
-            return True
-        frame = frame.f_back
-    return False
+    own = takewhile(lambda one: one.f_globals.get("__name__") != _ENTRY, frames(frame))
+    return any(not _of_torch_or_ours(one) and may_swallow(one) for one in own)
 
 
 def _of_torch_or_ours(frame: FrameType) -> bool:
@@ -169,11 +164,8 @@ def _of_torch_or_ours(frame: FrameType) -> bool:
 
 def _validates(frame: FrameType | None) -> bool:
     """Whether ``torch.distributions`` validates for the user's code."""
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
-        if frame.f_code.co_filename in _VALIDATING:
-            return True
-        frame = frame.f_back
-    return False
+    files = (one.f_code.co_filename for one in frames(frame))
+    return not _VALIDATING.isdisjoint(takewhile(lambda name: not is_user_file(name), files))
 
 
 def _between(frame: FrameType) -> bool:
@@ -191,9 +183,8 @@ def _called_by_torch(frame: FrameType | None) -> bool:
 
 def _caller(frame: FrameType | None) -> str:
     """Return the file that calls a method of a tensor; between are the method's own frames and other modes."""
-    while frame is not None and (frame.f_code.co_filename.startswith(_METHODS) or _is_ours(frame)):
-        frame = frame.f_back
-    return "" if frame is None else frame.f_code.co_filename
+    others = (one.f_code.co_filename for one in frames(frame) if not _is_ours(one))
+    return next((name for name in others if not name.startswith(_METHODS)), "")
 
 
 def _is_ours(frame: FrameType) -> bool:

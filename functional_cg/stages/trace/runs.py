@@ -124,7 +124,7 @@ def _clear(randomness: HostRandomness, collecting: Any, runs: list[Recorder]) ->
     randomness.restore_own()
     close_groups(but=collecting)
     for run in runs:
-        disown(run.program, run.release(), run.variables)
+        disown(run.program, run.history.given, run.release(), run.variables)
 
 
 def _refuse_another_order(recipe: Recipe, program: Program) -> None:
@@ -167,7 +167,8 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
             recorder = _run(recipe, None, checkpoint, runs)
             grads.refuse_change(recipe.name)
             randomness.refuse_draws(recipe.name, lambda: _run(recipe, None, checkpoint, runs))
-            refuse_kept(recipe.name, recorder.program, recorder.variables, recorder.release())
+            given, kept = recorder.history.given, recorder.release()
+            refuse_kept(recipe.name, recorder.program, given, recorder.variables, kept)
             again, reads, watched = _watched(recipe, recorder, checkpoint, runs)
             refuse_another_result(recorder.program, again.program)
             host.refuse_change(watched, reads)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -56,11 +56,12 @@ def _found(value: Any) -> Any:
     return value
 
 
-def disown(program: Program, tensors: list[Reference], variables: Sequence[Var]) -> None:
+def disown(program: Program, given: Set[int], tensors: list[Reference], variables: Sequence[Var]) -> None:
     """Give the tensors of a trace that are still alive their values, and turn those without values into strays.
 
     Args:
       program: What was traced.
+      given: The storages that depend on the state or on inputs.
       tensors: Its tensors.
       variables: Their variables.
     """
@@ -68,9 +69,8 @@ def disown(program: Program, tensors: list[Reference], variables: Sequence[Var])
     groups: dict[int, list[int]] = {}
     for number in kept:
         groups.setdefault(variables[number].storage, []).append(number)
-    fixed = _unchanging(program) if kept else set[int]()
     wholes = {var.storage: var for var in reversed(variables) if var.fills}
-    for storage in fixed & groups.keys():
+    for storage in groups.keys() - given:
         if (memory := value_of(program, wholes.get(storage))) is not None:
             _give_values(tensors, groups[storage], variables, memory)
     strays = [number for number in kept if type(tensors[number]()) not in (type(None), Tensor)]
@@ -80,7 +80,7 @@ def disown(program: Program, tensors: list[Reference], variables: Sequence[Var])
         tensor.__class__ = Stray
         tensor._var = var
         none = partial(_without_values, program.function, var, sites.get(var))
-        tensor._compute = _Value(program, var, none) if var.storage in fixed else partial(_refuse, none)
+        tensor._compute = partial(_refuse, none) if var.storage in given else _Value(program, var, none)
 
 
 def _give_values(
@@ -99,18 +99,6 @@ def _give_values(
         with suppress(RuntimeError):  # nor what more than Python refers to
             torch.utils.swap_tensors(tensor, value)
         tensors[number] = weakref.ref(tensor)
-
-
-def _unchanging(program: Program) -> set[int]:
-    """Return the storages whose values are those of constants, or made, and not of the state or of inputs."""
-    found = {var.storage for var in (*program.slots, *program.inputs)}
-    made = {constant.var.storage for constant in program.constants}
-    for instr in program.instrs:
-        written = {var.storage for var in (*instr.outputs(), *instr.writes)}
-        made |= written
-        if any(var.storage in found for var in instr.inputs()):
-            found |= written
-    return made - found
 
 
 def _nothing() -> None:
@@ -149,40 +137,34 @@ def _without_values(function: str, var: Var, site: Location | None) -> SideEffec
     )
 
 
-def are_kept(references: Sequence[Reference]) -> bool:
-    """Whether user code still holds a tensor of a trace."""
-    if not any(reference() is not None for reference in references):
-        return False
-    # Break reference cycles of the user's, such as an autograd context. `collect` does nothing while another thread
-    # collects, so try again.
-    if not gc.collect():
-        time.sleep(0.01)
-        gc.collect()
-    return any(reference() is not None for reference in references)
-
-
 def refuse_kept(
-    name: str, program: Program, variables: Sequence[Var], references: Sequence[Reference]
+    name: str, program: Program, given: Set[int], variables: Sequence[Var], references: Sequence[Reference]
 ) -> None:
     """Raise if a tensor of a trace is still alive: user code has stored it.
 
     Args:
       name: Name of the step.
       program: The traced program.
+      given: The storages that depend on the state or on inputs.
       variables: Its variables.
       references: Weak references to their tensors.
     """
-    if not are_kept(references):
-        return
-    sites = {id(var): instr.site for instr in program.instrs for var in instr.outputs()}
+    # Break reference cycles of the user's, such as an autograd context. `collect` does nothing while another thread
+    # collects, so try again.
+    if any(one() is not None for one in references) and not gc.collect():
+        time.sleep(0.01)
+        gc.collect()
     kept = {
         id(tensor): var
         for var, reference in zip(variables, references, strict=True)
         if (tensor := reference()) is not None
     }
+    if not kept:
+        return
+    sites = {id(var): instr.site for instr in program.instrs for var in instr.outputs()}
     rows = [f"{var.spec}, made at {sites.get(id(var), 'entry')}" for var in kept.values()]
     held = _held_by_a_module(kept)
-    fixed = {var.storage for var in kept.values()} <= _unchanging(program)
+    fixed = given.isdisjoint(var.storage for var in kept.values())
     raise SideEffectError.of(
         name,
         f"keeps {'a tensor' if len(rows) == 1 else f'{len(rows)} tensors'} of the step beyond its end.",
