@@ -276,7 +276,7 @@ MUTANTS = (
         "a refused trace leaves its fake tensors where they are",
         (
             (
-                "    for run in runs:\n        disown(run.program, run.release(), run.variables)\n",
+                "    for run in runs:\n        disown(run.program, run.history.given, run.release(), run.variables)\n",
                 "    for run in runs:\n        run.release()\n",
             ),
         ),
@@ -639,7 +639,7 @@ MUTANTS = (
         "no liveness check: a tensor of the step that outlives its trace is not noticed",
         (
             (
-                "            refuse_kept(recipe.name, recorder.program, recorder.variables, recorder.release())\n",
+                "            refuse_kept(recipe.name, recorder.program, given, recorder.variables, kept)\n",
                 "            recorder.release()\n",
             ),
         ),

@@ -1,7 +1,8 @@
 """Places that are numbers on the device, as in ``table[t]``: read and written there, without asking for the number.
 
-PyTorch asks for it, and returns a view. Here the result is a copy: writing into it is refused, and so is reading it
-after what it was taken from has been written. Gradients have the bits of PyTorch's, except for the sign of a zero.
+PyTorch asks for it, and returns a view. Here the result is a copy: reading it after what it was taken from has been
+written is refused, and so is writing into it, unless the next thing is that it is put back, as by ``table[t] += 1``.
+Gradients have the bits of PyTorch's, except for the sign of a zero.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import CaptureError, ReadOnlyError
+from ...errors import CaptureError, FunctionalCGError, ReadOnlyError
 from ...messages.source import at_here
 from ...tensors.aten import tensors_in, unwrapped
 from ...tensors.overlap import storage_key
@@ -36,17 +37,26 @@ class Places:
 
     def __init__(self, function: str, history: History) -> None:
         self._function, self._writes_to, self.is_given = function, history.writes_to, history.is_given
-        # By storage of a copy: what it was taken from, and how often that had been written.
-        self._copies: dict[int, tuple[Tensor, int]] = {}
+        # By storage of a copy: what it was taken from, at which index, and how often that had been written.
+        self._copies: dict[int, tuple[Tensor, Any, int]] = {}
+        # By storage of what a copy that was written was taken from.
+        self._owed: dict[int, FunctionalCGError] = {}
 
     def clear(self) -> None:
         """Drop all tensors."""
         self._copies.clear()
 
-    def note(self, part: Tensor, values: Tensor) -> None:
-        """Note that ``part`` is a copy of a part of ``values``."""
+    def note(self, part: Tensor, values: Tensor, index: Any) -> None:
+        """Note that ``part`` is a copy of ``values[index]``."""
         values = unwrapped(values)
-        self._copies[storage_key(unwrapped(part))] = values, self._writes_to(values)
+        self._copies[storage_key(unwrapped(part))] = values, index, self._writes_to(values)
+
+    def put_back(self, values: Tensor, index: Any, new: Any) -> None:
+        """Note that ``new`` is about to be assigned to ``values[index]``: it may be a copy that was taken there."""
+        key = storage_key(unwrapped(new)) if isinstance(new, Tensor) else None
+        source, place, _ = self._copies.get(key, (None, None, 0))
+        if source is unwrapped(values) and place is index:
+            self._owed.pop(storage_key(source), None)
 
     def check(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Tensor]
@@ -56,13 +66,22 @@ class Places:
         Raises:
           CaptureError, ReadOnlyError: Naming the line.
         """
-        if not self._copies.keys().isdisjoint(map(storage_key, written)):
-            raise self._lost(func)
-        for key in map(storage_key, tensors_in([*args, *kwargs.values()])) if self._copies else ():
+        if not self._copies:
+            return
+        for key in map(storage_key, tensors_in([*args, *kwargs.values()])):
+            if key in self._owed:
+                raise self._owed[key]
             if key in self._copies:
-                values, writes = self._copies[key]
+                values, _, writes = self._copies[key]
                 if self._writes_to(values) != writes:
                     raise self._stale(func)
+        for key in self._copies.keys() & set(map(storage_key, written)):
+            self._owed[storage_key(self._copies[key][0])] = self._lost(func)
+
+    def refuse_owed(self) -> None:
+        """Raise if a copy was written and not put back."""
+        for error in self._owed.values():
+            raise error
 
     def _stale(self, func: Any) -> CaptureError:
         return CaptureError.of(
@@ -79,7 +98,7 @@ class Places:
             "writes in place into `y[t]`, with a number `t` on the device.",
             rows=[f"{func}{at_here()}"],
             why="In PyTorch it is a view, and the write reaches `y`; here it is a copy: the write would be lost.",
-            fix="assign, `y[t] = y[t] + x`; of `y[t].clone()`, any write is fine.",
+            fix="assign, `y[t] = y[t] + x` or `y[t] += x`; of `y[t].clone()`, any write is fine.",
         )
 
 
@@ -102,10 +121,12 @@ def at_a_place(func: Any, args: Sequence[Any], call: Callable[..., Any], places:
     if found is None:
         return None
     where, rest = found
+    if func is _SET:
+        places.put_back(values, index, *new)
     part = _GET(values, where)
     if func is _GET:
         part = call(_GET, (part, rest), {})
-        places.note(part, values)
+        places.note(part, values, index)
         return (part,)
     call(_SET, (part, rest, *new), {})
     return (_SET(values, where, part),)

@@ -134,6 +134,7 @@ class Rules:
         """Raise the first refusal again if the function caught it and returned."""
         if self._first is not None:
             raise self._first
+        self.places.refuse_owed()
 
     def check(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """Refuse an op, or return the tensors that it writes."""
