@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,9 @@ class Stray(Tensor):
     """A tensor without memory, whose values are computed on first use. Ops on it return ordinary tensors."""
 
     _var: Var
-    _compute: Callable[[], Tensor]
+    _program: Program | None  # None once its value is known, or if it has none
+    _known: Tensor | None
+    _none: Callable[[], SideEffectError]
 
     @classmethod
     def __torch_function__(
@@ -43,14 +45,22 @@ class Stray(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         try:
-            return repr(self._compute())
+            return repr(self._value())
         except SideEffectError:
             return f"<a tensor of a refused trace, {self._var.spec}>"
+
+    def _value(self) -> Tensor:
+        if self._known is None:
+            self._known = None if self._program is None else value_of(self._program, self._var)
+            self._program = None  # it may hold much else
+        if self._known is None:
+            raise self._none()
+        return self._known
 
 
 def _found(value: Any) -> Any:
     if isinstance(value, Stray):
-        return value._compute()
+        return value._value()
     if isinstance(value, (list, tuple)):
         return type(value)(map(_found, value))
     return value
@@ -78,9 +88,9 @@ def disown(program: Program, given: Set[int], tensors: list[Reference], variable
     for number in strays:
         tensor, var = cast("Any", tensors[number]()), variables[number]
         tensor.__class__ = Stray
-        tensor._var = var
-        none = partial(_without_values, program.function, var, sites.get(var))
-        tensor._compute = partial(_refuse, none) if var.storage in given else _Value(program, var, none)
+        tensor._var, tensor._known = var, None
+        tensor._program = None if var.storage in given else program
+        tensor._none = partial(_without_values, program.function, var, sites.get(var))
 
 
 def _give_values(
@@ -103,28 +113,6 @@ def _give_values(
 
 def _nothing() -> None:
     """Stand for a weak reference to what is gone."""
-
-
-class _Value:
-    """The value of a variable, computed once; an error if it has none."""
-
-    def __init__(self, program: Program, var: Var, none: Callable[[], SideEffectError]) -> None:
-        self._of: tuple[Program, Var] | None = (program, var)
-        self._none = none
-        self._known: Tensor | None = None
-
-    def __call__(self) -> Tensor:
-        if self._known is None:
-            assert self._of is not None
-            self._known = value_of(*self._of)
-            if self._known is None:
-                raise self._none()
-            self._of = None  # the program may hold much else
-        return self._known
-
-
-def _refuse(error: Callable[[], SideEffectError]) -> NoReturn:
-    raise error()
 
 
 def _without_values(function: str, var: Var, site: Location | None) -> SideEffectError:
