@@ -155,8 +155,8 @@ def _of_torch_or_ours(frame: FrameType) -> bool:
 
 def _validates(frame: FrameType | None) -> bool:
     """Whether ``torch.distributions`` validates for the user's code."""
-    files = (one.f_code.co_filename for one in frames(frame))
-    return not _VALIDATING.isdisjoint(takewhile(lambda name: not is_user_file(name), files))
+    inner = takewhile(lambda one: not is_user_file(one.f_code.co_filename), frames(frame))
+    return any(one.f_code.co_filename in _VALIDATING for one in inner)
 
 
 def _between(frame: FrameType) -> bool:

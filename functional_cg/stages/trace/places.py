@@ -53,10 +53,9 @@ class Places:
 
     def put_back(self, values: Tensor, index: Any, new: Any) -> None:
         """Note that ``new`` is about to be assigned to ``values[index]``: it may be a copy that was taken there."""
-        key = storage_key(unwrapped(new)) if isinstance(new, Tensor) else None
-        source, place, _ = self._copies.get(key, (None, None, 0))
-        if source is unwrapped(values) and place is index:
-            self._owed.pop(storage_key(source), None)
+        copy = self._copies.get(storage_key(unwrapped(new))) if isinstance(new, Tensor) else None
+        if copy is not None and copy[0] is unwrapped(values) and copy[1] is index:
+            self._owed.pop(storage_key(copy[0]), None)
 
     def check(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Tensor]
