@@ -1,4 +1,4 @@
-"""Tables that functions remember between calls: made before the step, and declared; a change of one is loud."""
+"""Tables that functions remember between calls: a step takes them as constants, and a change of one is loud."""
 
 from __future__ import annotations
 
@@ -38,6 +38,16 @@ def cached() -> Case:
     return lambda: table(N), change
 
 
+def cached_with_a_limit() -> Case:
+    @functools.lru_cache(maxsize=2)
+    def tables(n: int) -> tuple[Tensor, list[Tensor]]:
+        angles = torch.outer(torch.arange(float(n)), torch.tensor([1.0, 0.5]))
+        angles[0] += 1.0  # in place, as such code does
+        return angles[:, 0], [angles.sin()[:, 1]]
+
+    return lambda: tables(N)[0] + tables(N)[1][0], lambda other: tables.cache_clear()
+
+
 def in_a_dict() -> Case:
     held: dict[Any, Tensor] = {}
 
@@ -49,9 +59,59 @@ def in_a_dict() -> Case:
     return table, lambda other: held.update({(N, "cpu"): other})
 
 
+def in_a_dict_by_get() -> Case:
+    held: dict[int, Tensor] = {}
+
+    def table() -> Tensor:
+        found = held.get(N)
+        if found is None:
+            found = held[N] = new_table()[None, :].expand(2, N)[1]
+        return found
+
+    return table, lambda other: held.update({N: other})
+
+
+def in_a_dict_behind_a_helper() -> Case:
+    held: dict[int, Tensor] = {}
+
+    def known() -> Tensor | None:
+        return held.get(N)
+
+    def table() -> Tensor:
+        if known() is None:
+            held[N] = new_table()
+        return known()  # type: ignore[return-value]
+
+    return table, lambda other: held.update({N: other})
+
+
 def in_a_dict_by_setdefault() -> Case:
     held: dict[int, Tensor] = {}
     return lambda: held.setdefault(N, new_table()), lambda other: held.update({N: other})
+
+
+def in_a_dict_of_pairs() -> Case:
+    held: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def table() -> Tensor:
+        try:
+            cos, sin = held[N]
+        except KeyError:
+            cos, sin = held[N] = torch.stack([torch.arange(float(N)).cos(), new_table()]).unbind(0)
+        return cos * sin
+
+    return table, lambda other: held.update({N: (other, other)})
+
+
+def in_a_list(held: list[Tensor] | None = None) -> Case:
+    held = []
+
+    def table() -> Tensor:
+        if not held:
+            held.append(new_table())
+        return held[0]
+
+    return table, lambda other: held.__setitem__(0, other)
 
 
 def in_a_global() -> Case:
@@ -59,11 +119,27 @@ def in_a_global() -> Case:
 
     def table() -> Tensor:
         global GLOBAL
-        if GLOBAL is None:
+        if GLOBAL is None or len(GLOBAL) < N:
             GLOBAL = new_table()
-        return GLOBAL
+        return GLOBAL[:N]
 
     return table, lambda other: globals().update(GLOBAL=other)
+
+
+def in_a_variable() -> Case:
+    held: Tensor | None = None
+
+    def table() -> Tensor:
+        nonlocal held
+        if held is None:
+            held = new_table()
+        return held
+
+    def change(other: Tensor) -> None:
+        nonlocal held
+        held = other
+
+    return table, change
 
 
 def in_a_class() -> Case:
@@ -94,15 +170,28 @@ def in_an_object() -> Case:
     return rotary, lambda other: setattr(rotary, "table", other)
 
 
-CASES = (cached, in_a_dict, in_a_dict_by_setdefault, in_a_global, in_a_class, in_an_object)
+def in_a_function() -> Case:
+    def table() -> Tensor:
+        if not hasattr(table, "held"):
+            table.held = new_table()  # type: ignore[attr-defined]
+        return table.held  # type: ignore[attr-defined,no-any-return]
+
+    return table, lambda other: setattr(table, "held", other)
+
+
+CASES = (
+    cached, cached_with_a_limit, in_a_dict, in_a_dict_by_get, in_a_dict_behind_a_helper,
+    in_a_dict_by_setdefault, in_a_dict_of_pairs, in_a_list, in_a_global, in_a_variable, in_a_class, in_an_object,
+    in_a_function,
+)  # fmt: skip
 
 
 def batch(number: int) -> Tensor:
     return torch.randn(N, generator=torch.Generator().manual_seed(number))
 
 
-def a_step(table: Callable[[], Tensor], **options: Any) -> Any:
-    @fcg.graph_step(**options)
+def a_step(table: Callable[[], Tensor]) -> Any:
+    @fcg.graph_step
     def step(state: Any, x: Tensor) -> Any:
         def loss(w: Tensor) -> Tensor:
             return ((w * table() - x) ** 2).sum()
@@ -113,22 +202,20 @@ def a_step(table: Callable[[], Tensor], **options: Any) -> Any:
     return step
 
 
+@pytest.mark.parametrize("warm", [False, True], ids=["first call", "was called before"])
 @pytest.mark.parametrize("case", CASES)
-def test_what_a_function_remembers_is_made_before_and_declared(case: Callable[[], Case]) -> None:
+def test_what_a_function_remembers_is_a_constant(case: Callable[[], Case], warm: bool) -> None:
     table, change = case()
-    state = fcg.place({"w": torch.ones(N)})
-    with pytest.raises(fcg.SideEffectError, match=r"make it before the first call, .*`constants=\(table,\)`"):
-        a_step(table)(state, batch(0))
-    assert type(table()) is Tensor  # whatever reads the cache next finds an ordinary tensor
-    assert_trees_all_equal(table(), case()[0]())
-    with pytest.raises(fcg.ForeignTensorError, match="or declare it, `constants="):
-        a_step(table)(state, batch(0))
-
-    step, twin = a_step(table, constants=table()), fcg.fork(state)
+    if warm:
+        table()
+    step = a_step(table)
+    state, twin = fcg.place({"w": torch.ones(N)}), fcg.place({"w": torch.ones(N)})
     for number in range(4):
         state, metrics = step(state, batch(number))
         twin, expected = step.eager(twin, batch(number))
         assert_trees_all_equal((fcg.snapshot(state), metrics), (fcg.snapshot(twin), expected))
+    assert type(table()) is Tensor  # whatever reads the cache next finds an ordinary tensor
+    assert_trees_all_equal(table(), case()[0]())
     assert (step.stats.traces, step.stats.replays) == (1, 4)
 
     change(torch.full((N,), 3.0))
@@ -136,6 +223,22 @@ def test_what_a_function_remembers_is_made_before_and_declared(case: Callable[[]
     with pytest.raises(fcg.BakedValueError):
         step(state, batch(4))
     assert_trees_all_equal(fcg.snapshot(state), before)
+    again, _ = a_step(table)(state, batch(4))  # the fix: another step
+    twin, _ = step.eager(twin, batch(4))
+    assert_trees_all_equal(fcg.snapshot(again), fcg.snapshot(twin))
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["first call", "was called before"])
+@pytest.mark.parametrize("case", [cached, in_a_dict, in_a_dict_by_get, in_a_global])
+def test_a_table_that_is_written_is_loud(case: Callable[[], Case], warm: bool) -> None:
+    table, _ = case()
+    if warm:
+        table()
+    step = a_step(table)
+    state, _ = step({"w": torch.ones(N)}, batch(0))
+    table()[:2].fill_(9.0)  # through a view
+    with pytest.raises(fcg.BakedValueError, match="a remembered constant was written"):
+        step(state, batch(1))
 
 
 def set_data(table: Tensor, other: Tensor) -> None:
@@ -147,9 +250,7 @@ def test_a_table_that_gets_other_memory_is_loud(change: Callable[[Tensor, Tensor
     """Torch counts no write: the new memory may be of the same version."""
     table, _ = cached()
     found = table()
-    step = fcg.graph_step(
-        lambda state, x: ({"w": state["w"] + x * table()}, {"sum": x.sum()}), constants=found
-    )
+    step = fcg.graph_step(lambda state, x: ({"w": state["w"] + x * table()}, {"sum": x.sum()}))
     state, _ = step({"w": torch.zeros(N)}, torch.ones(N))
     change(found, torch.full((N,), 9.0))
     with pytest.raises(fcg.BakedValueError, match=r"(has other memory since)|(was written)"):
@@ -164,7 +265,7 @@ def test_a_module_reads_what_its_function_remembers() -> None:
             return super().forward(x) * table()
 
     apply, params, buffers = fcg.from_module(Positions(N, N))
-    step = fcg.graph_fn(lambda state, x: apply(state, buffers, x)[0], constants=table())
+    step = fcg.graph_fn(lambda state, x: apply(state, buffers, x)[0])
     state = fcg.place(params)
     for number in range(2):
         assert_trees_all_equal(step(state, batch(number)), step.eager(state, batch(number)))
@@ -201,9 +302,9 @@ def remembers_an_input(held: dict[str, Tensor], x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "error"),
     [
-        (counts, fcg.SideEffectError),
-        (counts_in_place, fcg.SideEffectError),
-        (does_more_at_first, fcg.SideEffectError),
+        (counts, fcg.BakedValueError),
+        (counts_in_place, fcg.ReadOnlyError),
+        (does_more_at_first, fcg.BakedValueError),
         (remembers_an_input, fcg.SideEffectError),
     ],
 )

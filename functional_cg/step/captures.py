@@ -210,7 +210,7 @@ class Transform:
         return lambda: result
 
     def _refuse_changes(self, lowered: Lowered) -> None:
-        for one in (lowered.watch, *lowered.originals, self._constants, lowered.groups):
+        for one in (lowered.watch, lowered.tables, *lowered.originals, self._constants, lowered.groups):
             one.check(self._name)
 
     def _replay(self, call: Call, lowered: Lowered) -> Callable[[], Any]:
@@ -318,6 +318,7 @@ class Transform:
         announce(call.device, self._options)
         with timed(self._name, "traced"):
             program, host_watch = trace(recipe, checkpoint)
+            tables = Constants.remembered(self._name, program.tables)
             inspection = inspection_of(program, host_watch.names())
         self.stats.traces += 1
         reference = Reference(program.twin())  # before any rewrite
@@ -327,7 +328,7 @@ class Transform:
             rewrite(program, call.places())
             groups = groups_of(program, mesh_of(specs))
             plan = lower(program, call.device, self._options, reference)
-        found = (host_watch, inspection, reference, groups)
+        found = (host_watch, inspection, reference, tables, groups)
         lowered = Lowered(self._name, recipe.states, call.layout, program, plan, *found)
         for text in warnings_of(lowered):
             log.warning("%s: %s", self._name, text)
@@ -387,7 +388,7 @@ class Transform:
             self._fast = None
 
     def _unchanged(self, lowered: Lowered) -> Callable[[], bool]:
-        optional = filter(None, (self._constants, lowered.groups))
+        optional = filter(None, (self._constants, lowered.tables, lowered.groups))
         watched = (lowered.watch, *lowered.originals, *optional)
         checks: list[Any] = [one.unchanged for one in watched]
         return cast("Callable[[], bool]", functools.reduce(lambda one, two: lambda: one() and two(), checks))

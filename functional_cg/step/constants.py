@@ -1,9 +1,9 @@
-"""Constants: tensors that a step closes over and owns a copy of."""
+"""Constants: tensors that a step closes over, or finds in a cache, and owns a copy of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ __all__ = ["Constants"]
 
 
 class Constants:
-    """Tensors declared with ``constants=``: copied at lowering, and watched for later writes.
+    """Tensors declared with ``constants=``, or remembered: copied at lowering, and watched for later writes.
 
     Other memory (``table.data = other``, ``torch.utils.swap_tensors``), or another part of the same memory, is noticed
     as well. Writes that torch does not count (into ``table.data``, through ``table.numpy()``, through a view in
@@ -29,14 +29,15 @@ class Constants:
     Args:
       function: Name of the user's function, for messages.
       tree: Tensors or trees of them.
+      kind: What they are, for messages.
 
     Attributes:
       unchanged: Returns whether no original has been written since it was copied.
     """
 
-    def __init__(self, function: str, tree: Any) -> None:
+    def __init__(self, function: str, tree: Any, kind: str = "declared") -> None:
         named, _ = pytree.flatten_with_path(tree)
-        self._function = function
+        self._function, self._kind = function, kind
         self._items = [(pytree.path_string(path, "constants"), leaf) for path, leaf in named]
         for name, leaf in self._items:
             if isinstance(leaf, Leaf):
@@ -76,6 +77,13 @@ class Constants:
         self._copied: list[tuple[int, Any, Any]] = []
         self.unchanged: Callable[[], bool] = lambda: True
 
+    @classmethod
+    def remembered(cls, function: str, tables: Iterable[tuple[str, Tensor]]) -> Self:
+        """Return what functions remember, by name; from now on, writes are noticed."""
+        found = cls(function, dict(tables), "remembered")
+        found.named()
+        return found
+
     def __iter__(self) -> Iterator[Tensor]:
         return iter([leaf for _, leaf in self._items])
 
@@ -108,7 +116,7 @@ class Constants:
                 rows.append(f"{name}  is another part of its memory since")
         raise BakedValueError.of(
             function or self._function,
-            "a declared constant was written after the step copied it.",
+            f"a {self._kind} constant was written after the step copied it.",
             rows=rows,
             why="The step replays with the value that it had then.",
             fix="pass it as an input, or keep it in the state.",

@@ -38,6 +38,7 @@ from ..state.boundary import mesh_of
 from ..state.handle import Handle, Lease, fill
 from ..state.outline import Entry, branches_html, columns, count, listed, outline, size_text, tree_html
 from ..tree import KeyPath, Treedef, path_string, structure_diff
+from .constants import Constants
 from .costs import CostAnalysis, cost_analysis
 from .memory import MemoryAnalysis, memory_analysis
 from .ranks.meeting import meet
@@ -158,7 +159,7 @@ class Lowered(metaclass=Documented):
       inspection: What was checked; prints as text.
       reference: The traced calls before any rewrite.
       certificate, trial: Whether a compiled plan was compared with them, set at its capture; what compares it.
-      groups: Process groups on a GPU.
+      tables, groups: Constants that functions remember; process groups on a GPU.
       orders: Other orders of keys, and whether the function does the same with them.
       counts: Whether a call has run it or it was captured on demand; otherwise ``max_captures`` ignores it.
     """
@@ -171,6 +172,7 @@ class Lowered(metaclass=Documented):
     watch: HostWatch
     inspection: Inspection
     reference: Reference
+    tables: Constants
     groups: Groups
     certificate: Certificate | None = None
     trial: Trial | None = None

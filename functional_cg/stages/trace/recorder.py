@@ -27,7 +27,7 @@ from ...shards.reader import Reader
 from ...shards.tensor import Sharded
 from ...state.arena import BufferSpec
 from ...state.boundary import mesh_of
-from ...tensors.aten import sync_reason, tensors_in
+from ...tensors.aten import sync_reason, tensors_in, written_arguments
 from ...tensors.fake_mode import FakeMode
 from ...tensors.op_table import row_of
 from ...tensors.overlap import storage_key
@@ -43,6 +43,7 @@ from .host import taken_as_valid
 from .known import BY_NUMBER, Supposed, as_filling, aside_from_modes, by_places, filled, result_of, value_of
 from .recipe import Recipe
 from .rules import Rules
+from .strays import Table, is_cached, may_be_table
 from .twice import refuse_another_call, refuse_another_literal
 
 __all__ = ["Recorder"]
@@ -69,6 +70,7 @@ class Recorder(TorchDispatchMode):
         self._protected: dict[int, str] = {}
         self.copied: set[int] = set()  # storages of inputs
         self.declared = self._known.declared
+        self.tables: list[Table] = []
         self.mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
         self.met, self.work = Met(), OwnWork()
         owners, meshed = (self._protected, self.copied, self.met.fixed), self.mesh is not None
@@ -209,6 +211,9 @@ class Recorder(TorchDispatchMode):
             args = self._from_here(args)
         tensors = list(tensors_in([*args, *kwargs.values()]))
         refuse_layouts(self.program.function, func, tensors)
+        if self._adopts(func, args, kwargs, tensors):
+            args, kwargs = self._with_constants(args), self._with_constants(kwargs)
+            tensors = list(tensors_in([*args, *kwargs.values()]))
         if tensors and all(one.device.type == "meta" and self.var_of(one) is None for one in tensors):
             return aside_from_modes(lambda: func(*args, **kwargs))  # there are no values that could go stale
         if func in BY_NUMBER and args[2].is_cuda:
@@ -272,6 +277,20 @@ class Recorder(TorchDispatchMode):
             with _disable_current_modes():
                 self.declare(*self.met.fixed[id(value)])
         return self.declared.get(id(value), value)
+
+    def _adopts(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+    ) -> bool:
+        """Take what a call reads of earlier calls' tensors as constants for now; whether there was any."""
+        new = [one for one in tensors if self.var_of(one) is None and may_be_table(one)]
+        written = set(map(id, written_arguments(func, args, kwargs))) if new else ()
+        read = [one for one in new if id(one) not in written]
+        for one in read:
+            with _disable_current_modes():
+                refusal, name = self.rules.foreign(func, one), f"remembered {len(self.tables)}"
+                self.declare(name, one)
+                self.tables.append(Table(name, one, self._first is None and is_cached(one), refusal))
+        return bool(read)
 
     def _refuse_unknown(self, func: Any, tensor: Tensor, written: Sequence[Tensor]) -> None:
         if (var := self._known.get(tensor)) is None:

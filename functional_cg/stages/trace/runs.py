@@ -35,8 +35,8 @@ from .host import HostGuard, HostState
 from .recipe import Recipe
 from .recorder import Recorder
 from .results import copy_written_inputs, read_reports, read_result
-from .strays import GradsOfConstants, disown, refuse_kept
-from .twice import refuse_another_result
+from .strays import GradsOfConstants, are_kept, disown, refuse_kept, refuse_unfound
+from .twice import refuse_another_result, refuse_another_start
 
 __all__ = ["trace"]
 
@@ -87,16 +87,34 @@ def _run(
     return recorder
 
 
+def _once_filled(
+    recipe: Recipe, cold: Recorder, checkpoint: Callable[[], None], runs: list[Recorder]
+) -> Recorder:
+    """Return a run in which functions find what they remember: the given one unless it has filled caches."""
+    kept = cold.release()
+    if not are_kept(kept):
+        return cold
+    tables = [(kept[number](), var) for number, var in enumerate(cold.variables)]
+    if not disown(cold.program, cold.history.given, kept, cold.variables):
+        return cold
+    warm = _run(recipe, None, checkpoint, runs)
+    known = {id(table.tensor): warm.var_of(table.tensor) for table in warm.tables}
+    found = {twin: var for tensor, var in tables if (twin := known.get(id(tensor))) is not None}
+    refuse_another_start(cold.program, warm.program, found)
+    return warm
+
+
 def _watched(
     recipe: Recipe, first: Recorder, checkpoint: Callable[[], None], runs: list[Recorder]
 ) -> tuple[Recorder, HostReads, HostWatch]:
     """Trace a second time; return the recorder, and what the function read on the host."""
+    tables = [table.tensor for table in first.tables]
     with no_garbage_collection():  # what it makes is then found without a look at all there is
-        reads = HostReads(constant for _, constant in recipe.constants)
+        reads = HostReads([*(constant for _, constant in recipe.constants), *tables])
         for name, value in (("self", recipe.function), *recipe.objects):
             reads.handed(value, name)
         run = _run(recipe, first.program, checkpoint, runs, reads)
-        run.release()
+        disown(run.program, run.history.given, run.release(), run.variables)
         entries, autocast = reads.finish(), reads.says_autocast
     halves = any(var.spec.dtype in (torch.float16, torch.bfloat16) for var in run.variables)
     return run, reads, HostWatch(entries, autocast_dtypes=autocast, half_precision=halves)
@@ -166,11 +184,12 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
         with torch.inference_mode(False):
             recorder = _run(recipe, None, checkpoint, runs)
             grads.refuse_change(recipe.name)
+            recorder = _once_filled(recipe, recorder, checkpoint, runs)
             randomness.refuse_draws(recipe.name, lambda: _run(recipe, None, checkpoint, runs))
-            given, kept = recorder.history.given, recorder.release()
-            refuse_kept(recipe.name, recorder.program, given, recorder.variables, kept)
+            refuse_kept(recipe.name, recorder.program, recorder.variables, recorder.release())
             again, reads, watched = _watched(recipe, recorder, checkpoint, runs)
             refuse_another_result(recorder.program, again.program)
+            refuse_unfound(recorder.tables, again.tables, watched.identical, reads.memory.remembered)
             host.refuse_change(watched, reads)
             _refuse_another_order(recipe, recorder.program)
             if reads.changes.any_of_before():  # does it read what it has changed?
@@ -183,6 +202,7 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
     finally:
         grads.restore()
         _clear(randomness, collecting, runs)
+    recorder.program.tables = [(table.name, table.tensor) for table in recorder.tables]
     copy_written_inputs(recorder.program, recipe.input_names)
     watched.let_go()
     return recorder.program, watched

@@ -1,30 +1,49 @@
 """Strays: tensors of a trace that are still referenced after it ends, such as a table in a cache.
 
-The trace is refused. A tensor that was made from Python numbers and constants alone gets the values that a run without
-a trace would have put there; one that was made from leaves of a state or from inputs has none, and using it raises.
+If it was made from Python numbers alone, it gets the values that a run without a trace would have put there. If that
+holds for all of them, the trace runs once more, and takes them as constants. If one was made from leaves of a state or
+from inputs, that is an error: it has no values, and using it raises.
+
+What a cache holds from earlier calls is likewise a constant, if each call can tell that it still holds the same.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ...errors import SideEffectError
+from ...errors import ForeignTensorError, SideEffectError
 from ...messages.source import Location
 from ...tensors.aten import unwrapped
 from ..program import Program, Var
 from ..variables import Reference
 from .known import aside_from_modes, value_of
 
-__all__ = ["GradsOfConstants", "Stray", "disown", "refuse_kept"]
+__all__ = [
+    "GradsOfConstants",
+    "Stray",
+    "Table",
+    "are_kept",
+    "disown",
+    "is_cached",
+    "may_be_table",
+    "refuse_kept",
+    "refuse_unfound",
+]
+
+_DEVICE = torch.ops.prim.device.default
+_DEEP = 4  # how deep a tensor may lie in what a cached function returned
+_LINK = "_lru_list_elem"  # of a cache with a limit, which holds its results in a list of its own
 
 
 class Stray(Tensor):
@@ -66,7 +85,7 @@ def _found(value: Any) -> Any:
     return value
 
 
-def disown(program: Program, given: Set[int], tensors: list[Reference], variables: Sequence[Var]) -> None:
+def disown(program: Program, given: Set[int], tensors: list[Reference], variables: Sequence[Var]) -> bool:
     """Give the tensors of a trace that are still alive their values, and turn those without values into strays.
 
     Args:
@@ -74,6 +93,8 @@ def disown(program: Program, given: Set[int], tensors: list[Reference], variable
       given: The storages that depend on the state or on inputs.
       tensors: Its tensors.
       variables: Their variables.
+    Returns:
+      Whether there were any, and all have values now.
     """
     kept = [number for number, one in enumerate(tensors) if type(one()) not in (type(None), Stray)]
     groups: dict[int, list[int]] = {}
@@ -91,6 +112,7 @@ def disown(program: Program, given: Set[int], tensors: list[Reference], variable
         tensor._var, tensor._known = var, None
         tensor._program = None if var.storage in given else program
         tensor._none = partial(_without_values, program.function, var, sites.get(var))
+    return bool(kept) and not strays
 
 
 def _give_values(
@@ -125,34 +147,100 @@ def _without_values(function: str, var: Var, site: Location | None) -> SideEffec
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A tensor from before the step that something seems to remember; for the step, a constant.
+
+    Attributes:
+      name: How the user's code writes it, or where it is read.
+      tensor: The tensor.
+      cached: Whether a cache of ``functools`` holds it.
+      refusal: What to raise if nothing finds it again.
+    """
+
+    name: str
+    tensor: Tensor
+    cached: bool
+    refusal: ForeignTensorError
+
+
+def may_be_table(tensor: Tensor) -> bool:
+    """Whether a tensor has values that stay as they are until torch counts a write."""
+    return (
+        type(tensor) is Tensor
+        and not (tensor.requires_grad or tensor.is_inference() or tensor.is_meta)
+        and tensor.layout == torch.strided
+        and tensor.untyped_storage().resizable()  # else its memory is numpy's, or a file's
+    )
+
+
+def is_cached(tensor: Tensor) -> bool:
+    """Whether ``functools.cache`` or ``lru_cache`` holds a tensor, by itself or inside of what a function returned."""
+    holders: list[Any] = [tensor]
+    for _ in range(_DEEP):
+        held = gc.get_referrers(*holders)
+        kinds = set(map(type, held))
+        if functools._lru_cache_wrapper in kinds or any(kind.__name__ == _LINK for kind in kinds):
+            return True
+        holders = [one for one in held if type(one) in (dict, list, tuple) and one is not holders]
+        if not holders:
+            return False
+    return False
+
+
+def refuse_unfound(
+    tables: Sequence[Table], again: Sequence[Table], compared: Set[int], remembered: Set[int]
+) -> None:
+    """Raise if a tensor that a trace took as a constant is none that a cache holds.
+
+    Args:
+      tables: The tensors, of the first run.
+      again: Those of the second run.
+      compared: Ids of the objects of which each call tells that they are still where they were found.
+      remembered: Ids of those that were found where a function remembers something.
+    Raises:
+      ForeignTensorError: For the first of them.
+    """
+    cached = {id(table.tensor): table.cached for table in tables}
+    for table in again:
+        number = id(table.tensor)
+        if number not in cached or not (cached[number] or (number in remembered and number in compared)):
+            raise table.refusal
+
+
+def are_kept(references: Sequence[Reference]) -> bool:
+    """Whether user code still holds a tensor of a trace."""
+    if not any(reference() is not None for reference in references):
+        return False
+    # Break reference cycles of the user's, such as an autograd context. `collect` does nothing while another thread
+    # collects, so try again.
+    if not gc.collect():
+        time.sleep(0.01)
+        gc.collect()
+    return any(reference() is not None for reference in references)
+
+
 def refuse_kept(
-    name: str, program: Program, given: Set[int], variables: Sequence[Var], references: Sequence[Reference]
+    name: str, program: Program, variables: Sequence[Var], references: Sequence[Reference]
 ) -> None:
     """Raise if a tensor of a trace is still alive: user code has stored it.
 
     Args:
       name: Name of the step.
       program: The traced program.
-      given: The storages that depend on the state or on inputs.
       variables: Its variables.
       references: Weak references to their tensors.
     """
-    # Break reference cycles of the user's, such as an autograd context. `collect` does nothing while another thread
-    # collects, so try again.
-    if any(one() is not None for one in references) and not gc.collect():
-        time.sleep(0.01)
-        gc.collect()
+    if not are_kept(references):
+        return
+    sites = {id(var): instr.site for instr in program.instrs for var in instr.outputs()}
     kept = {
         id(tensor): var
         for var, reference in zip(variables, references, strict=True)
         if (tensor := reference()) is not None
     }
-    if not kept:
-        return
-    sites = {id(var): instr.site for instr in program.instrs for var in instr.outputs()}
     rows = [f"{var.spec}, made at {sites.get(id(var), 'entry')}" for var in kept.values()]
     held = _held_by_a_module(kept)
-    fixed = given.isdisjoint(var.storage for var in kept.values())
     raise SideEffectError.of(
         name,
         f"keeps {'a tensor' if len(rows) == 1 else f'{len(rows)} tensors'} of the step beyond its end.",
@@ -161,8 +249,6 @@ def refuse_kept(
         fix=(
             f"call the module by `apply, params, buffers = fcg.from_module(module)`: `{held}` holds one. Or "
             if held
-            else "if it is a table that stays, make it before the first call, and declare it, `constants=(table,)`. Or "
-            if fixed
             else ""
         )
         + "return it in the metrics or in the new state instead of storing it (attribute, list, cache). "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -11,11 +13,14 @@ from torch import Tensor
 from ...errors import BakedValueError
 from ...messages.source import Location
 from ...state.arena import BufferSpec
+from ...tensors.numbering import Numbers
 from ...tree import path_string
-from ..program import Instr, Program, Var
-from ..template import Template
+from ..program import Constant, Instr, Program, Var
+from ..template import Template, calls_of
 
-__all__ = ["refuse_another_call", "refuse_another_literal", "refuse_another_result"]
+__all__ = ["refuse_another_call", "refuse_another_literal", "refuse_another_result", "refuse_another_start"]
+
+_STORAGE = attrgetter("storage")
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -81,6 +86,54 @@ def refuse_another_literal(first: Program, number: int, value: Tensor, site: Loc
             why="Replay would use the value of the trace for ever.",
             fix="pass it as an input.",
         )
+
+
+def refuse_another_start(cold: Program, warm: Program, tables: Mapping[Var, Var]) -> None:
+    """Raise if a run that filled caches returns anything else than a later run, which finds the tables there.
+
+    Args:
+      cold: The run that filled them.
+      warm: A later run.
+      tables: By the constant that a table is in the later run, its variable in the first one.
+    Raises:
+      BakedValueError: Naming what differs.
+    """
+    first = _numbered(cold, cold.constants, Numbers(Var, _STORAGE))
+    later = Numbers(Var, _STORAGE, first.known)
+    for constant, table in tables.items():
+        later.name(constant, first.of(table))
+    _numbered(warm, cold.constants, later)
+    pairs = list(zip_longest(_returned(cold, first), _returned(warm, later)))
+    if cold.output_def != warm.output_def or not all(_same(one, other) for one, other in pairs):
+        raise BakedValueError.of(
+            warm.function,
+            "returns something else when it fills a cache than when it finds it filled.",
+            rows=[str((one or other)[0]) for one, other in pairs if not _same(one, other)],
+            why="Replay would repeat what a later call computes.",
+            fix="fill the cache before the first call of the step, by a call of the function that fills it.",
+        )
+
+
+def _numbered(program: Program, constants: Sequence[Constant], numbers: Numbers) -> Numbers:
+    """Number the values of a program; what it is given has the numbers of the run that has these constants."""
+    for place, var in enumerate((*program.slots, *program.inputs)):
+        numbers.name(var, numbers.number(place))
+    for one in program.constants:
+        twin = next((other for other in constants if other.holds(one.value)), None)
+        if twin is not None:
+            numbers.name(one.var, numbers.number(twin))
+    for instr in calls_of(program.instrs):
+        numbers.call(instr.op, instr.args, instr.kwargs, instr.outputs(), instr.writes)
+    return numbers
+
+
+def _returned(program: Program, numbers: Numbers) -> list[tuple[str, Any]]:
+    """Return what leaves a step by name: the numbers of tensors, and other values."""
+    named: list[tuple[str, Any]] = list(zip(program.slot_names, program.new_state, strict=False))
+    paths = [path_string(path, "metrics") for path in program.output_paths]
+    named += zip(paths, program.outputs, strict=True)
+    named += ((str(report), one) for report in program.reports for one in report.values)
+    return [(name, numbers.of(one) if isinstance(one, Var) else one) for name, one in named]
 
 
 def refuse_another_result(first: Program, second: Program) -> None:

@@ -49,7 +49,7 @@ from .kinds import (
     stores,
 )
 from .liveness import without_gone, without_unheld
-from .places import ATTRIBUTE, CELL, GONE, ITEM, PART, Changes, Entry, How, Place, Step, parts_of
+from .places import ATTRIBUTE, CELL, GONE, ITEM, PART, Changes, Entry, How, Memory, Place, Step, parts_of
 from .values import Contents, Shape, in_classes, instance_dict, is_array, is_container, is_value, missing
 
 __all__ = ["GETTERS", "HostReads", "first_argument"]
@@ -93,6 +93,7 @@ class HostReads:
       frame: The running frame.
       functions: Places of the functions found so far, by code.
       says_autocast: Whether a function names autocast, and so may depend on its default dtypes.
+      memory: The constants that some function remembers.
       threads: The lines that start a thread.
       contexts: How often the step has set a context variable, less how often it has reset it.
     """
@@ -108,6 +109,7 @@ class HostReads:
         self.says_autocast = False
         self.contexts: Counter[ContextVar[Any]] = Counter()
         self._constants = {id(tensor) for tensor in constants}
+        self.memory = Memory(self._constants)
         self._places: dict[int, Place] = {}
         self._seen: set[Any] = set()
         self.functions: dict[CodeType, list[Place]] = {}
@@ -190,6 +192,7 @@ class HostReads:
         """Record the value read at a step from a place."""
         if not self.is_new(owner, step):
             return
+        self.memory.found(owner, step, value, name, self.frame)
         if is_value(value) or id(value) in self._constants:
             # An equal value of a class of the user's may have other attributes.
             by_identity = issubclass(type(value), torch.Tensor) or self.is_of_user(type(value))
@@ -339,6 +342,7 @@ class HostReads:
             if key not in self.entries and not (contents := Contents(held)).of_the_trace:
                 self.entries[key] = Entry(place, None, How.CONTENTS, contents, place.name)
             for step, part in parts_of(held):
+                self.memory.held(place, part)
                 if is_value(part) or issubclass(type(part), torch.Tensor):
                     continue
                 known = self._part_of(place, step, part)

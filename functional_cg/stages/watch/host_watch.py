@@ -169,6 +169,11 @@ class HostWatch:
             dict.fromkeys(entry.name for entry in self._entries if entry.how in values and not entry.defines)
         )
 
+    @property
+    def identical(self) -> set[int]:
+        """Ids of the objects that are compared by identity."""
+        return {id(one) for entry in self._entries for one in entry.compared()}
+
     def differences(self) -> list[tuple[str, object, object]]:
         """Return (name, old, new) for each value and mode that has changed."""
         read = [(entry, _read(entry)) for entry in self._entries]

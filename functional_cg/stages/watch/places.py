@@ -6,14 +6,17 @@ import collections
 import enum
 import functools
 import inspect
+import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from types import CodeType, FrameType
 from typing import Any
 
 from ...pytree.sameness import same
+from .evaluation import CODES, depths_of, instructions_of
 from .kinds import UNKNOWN, is_key
-from .values import Contents, Shape, in_classes, instance_dict, is_array, is_value
+from .values import Contents, Shape, in_classes, instance_dict, is_array, is_container, is_value
 
 __all__ = [
     "ATTRIBUTE",
@@ -24,6 +27,7 @@ __all__ = [
     "Changes",
     "Entry",
     "How",
+    "Memory",
     "Place",
     "Step",
     "parts_of",
@@ -36,6 +40,7 @@ ATTRIBUTE, ITEM, CELL, PART = (
     "{key}({owner})",
 )
 GONE = object()  # stands for an object that the step made
+_PUTS = frozenset({"append", "insert", "setdefault", "update"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +194,87 @@ class Entry:
         owner = self.owner.read()
         return owner if self.step is None else self.step.read(owner)
 
+    def compared(self) -> Sequence[Any]:
+        """Return the objects that have to be the same ones."""
+        if self.how is How.CONTENTS:
+            return self.old.parts  # type: ignore[no-any-return]
+        return (self.old,) if self.how is How.IDENTICAL else ()
+
     def agrees(self, now: Any) -> bool:
         """Whether the current value would bake the same constants as the old one."""
         return self.how.agrees(now, self.old)
+
+
+class Memory:
+    """Which constants were found where a function remembers something: it, or one that calls it, also puts them there.
+
+    Args:
+      constants: Ids of the constants.
+
+    Attributes:
+      remembered: Ids of those that were found there.
+    """
+
+    def __init__(self, constants: Set[int]) -> None:
+        self.remembered: set[int] = set()
+        self._constants = constants
+        self._containers: set[int] = set()  # that stand in such a place themselves
+
+    def found(self, owner: Place, step: Step, value: Any, name: str, frame: FrameType | None) -> None:
+        """Note a value that a function has read from a place."""
+        if id(value) in self._constants or is_container(value):
+            self.held(owner, value)
+            while frame is not None and not self._is_filled(owner, step, name, frame):
+                # Up to the frame that runs the trace: what is below belongs to the caller of the step.
+                frame = frame.f_back if frame.f_code.co_name != "_run" else None
+            if frame is not None:
+                self._note(value)
+
+    def held(self, owner: Place, value: Any) -> None:
+        """Note an element of a container that is read as a whole."""
+        if id(owner.value) in self._containers:
+            self._note(value)
+
+    def _note(self, value: Any) -> None:
+        if id(value) in self._constants:
+            self.remembered.add(id(value))
+        elif is_container(value):
+            self._containers.add(id(value))
+
+    def _is_filled(self, owner: Place, step: Step, name: str, frame: FrameType) -> bool:
+        stored = fills(frame.f_code)
+        if not stored or step.way not in (ATTRIBUTE, ITEM, CELL):
+            return False
+        if step.way is not ITEM:
+            return (ATTRIBUTE, step.key) in stored if step.way is ATTRIBUTE else (CELL, name) in stored
+        if owner.value is frame.f_globals:
+            return (CELL, step.key) in stored
+        here, last = frame.f_locals, owner.name.rpartition(".")[2]
+        called = [one for way, one in stored if way is ITEM]
+        return any(one == last or here.get(one, frame.f_globals.get(one)) is owner.value for one in called)
+
+
+@functools.lru_cache(maxsize=CODES)
+def fills(code: CodeType) -> frozenset[tuple[str, str]]:
+    """Return where a function puts something, as (way, name): of an attribute, a variable, a container of items."""
+    instructions = instructions_of(code)
+    depths = depths_of(code)
+    found = set()
+    for number, one in enumerate(instructions):
+        before = instructions[number - 1]
+        if one.opname == "STORE_ATTR":
+            found.add((ATTRIBUTE, one.argval))
+        elif one.opname in ("STORE_GLOBAL", "STORE_DEREF"):
+            found.add((CELL, one.argval))
+        elif one.opname in ("LOAD_METHOD", "LOAD_ATTR") and one.argval in _PUTS:
+            found.add((ITEM, str(before.argval)))
+        elif one.opname == "STORE_SUBSCR" and one.offset in depths:
+            # The last instruction to leave the container on top of the stack: what follows has pushed the key.
+            top = depths[one.offset] - 1
+            pairs = reversed(list(itertools.pairwise(instructions[: number + 1])))
+            loaded = next((ins for ins, after in pairs if depths.get(after.offset) == top), None)
+            found.add((ITEM, str(loaded and loaded.argval)))
+    return frozenset(found)
 
 
 def _element(number: int, array: Any) -> Any:
