@@ -11,7 +11,7 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
-from tests.guarded import DECIDING, TESTED, asserted, of_an_item
+from tests.guarded import DECIDING, TESTED, asserted
 
 GOOD = torch.arange(4.0)
 LARGE, LOW = torch.tensor([1.0, 99.0, 3.0, 0.0]), torch.tensor([1.0, 2.0, 3.0, -99.0])
@@ -52,9 +52,3 @@ def test_a_compiled_step_makes_the_test() -> None:
 def test_what_decides_more_is_refused(fn: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(fcg.HostSyncError, match="guarded"):
         step_of(fn)(fcg.place({"w": torch.zeros(4)}), GOOD)
-
-
-def test_a_number_is_compared_as_a_tensor() -> None:
-    """The fix stands in ``of_numbers``: a replay makes the test."""
-    with pytest.raises(fcg.HostSyncError, match=r"use `x\.max\(\)` itself"):
-        step_of(of_an_item)(fcg.place({"w": torch.zeros(4)}), GOOD)

@@ -1,4 +1,7 @@
-"""Find the truth tests that only decide whether to raise, such as ``if (labels < 0).any(): raise ValueError``."""
+"""Find the truth tests that only decide whether to raise, such as ``if (labels < 0).any(): raise ValueError``.
+
+In ``assert x.max().item() < 5``, the number decides nothing else either.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any
 from .catching import LEAVES
 from .code_reading import Site
 
-__all__ = ["Guard", "guard_of"]
+__all__ = ["Guard", "compares_in_guard", "guard_of"]
 
 _TESTS = frozenset({"TO_BOOL", "UNARY_NOT"})
 _PROTOCOLS = frozenset(
@@ -60,6 +63,26 @@ def guard_of(frame: FrameType) -> Guard | None:
     if isinstance(tests[0], ast.BoolOp) or (chained and not passes):
         return None
     return Guard(passes, ast.unparse(statement).partition("\n")[0])
+
+
+def compares_in_guard(frame: FrameType) -> bool:
+    """Whether a frame calls for a number that it only compares, or tests, to decide whether to raise."""
+    site = Site.of(frame, frame.f_lasti)
+    if site is None or not isinstance(site.node, ast.Call):
+        return False
+    test, parent = site.node, site.up(site.node)
+    while isinstance(parent, ast.BoolOp) or _compares(parent) or _negates(parent):
+        test, parent = parent, site.up(parent)
+    return _of_statement(parent) is not None and parent.test is test
+
+
+def _compares(node: Any) -> bool:
+    membership = (ast.In, ast.NotIn, ast.Is, ast.IsNot)
+    return isinstance(node, ast.Compare) and not any(isinstance(op, membership) for op in node.ops)
+
+
+def _negates(node: Any) -> bool:
+    return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
 
 
 def _tests_by_comparing(op: str) -> bool:

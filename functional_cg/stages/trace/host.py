@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ...errors import CaptureError, FunctionalCGError, SideEffectError
 from ...messages.advice import ADDRESS
 from ...messages.catching import may_swallow
-from ...messages.guards import guard_of
+from ...messages.guards import compares_in_guard, guard_of
 from ...messages.source import at_here, frames, is_user_file
 from ..watch.host_reads import HostReads
 from ..watch.host_watch import MODES, HostWatch, modes
@@ -107,8 +107,17 @@ class HostGuard(TorchFunctionMode):
             raise self._rules.gradient_read()
         if func is Tensor.__deepcopy__:
             return args[0].clone()
+        if func is Tensor.item and _only_compares(args[0]) and self._value_of(args[0]) is None:
+            number = args[0].reshape(())
+            return number if number.dtype is torch.bool else number.double()
         found = at_a_place(func, args, self._call, self._rules.places)
         return func(*args, **kwargs) if found is None else found[0]
+
+
+def _only_compares(number: Tensor) -> bool:
+    """Whether the host asks for a number to compare it, in float64, and raise if that fails."""
+    frame = _asking()
+    return number.numel() == 1 and not number.is_complex() and frame is not None and compares_in_guard(frame)
 
 
 def taken_as_valid(func: Any, args: Sequence[Any], call: Callable[..., Any]) -> bool | None:
