@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -155,73 +154,6 @@ def test_autocast_widens_half_precision_and_narrows_nothing() -> None:
         out = fcg.graph_fn(loss)(x.to(dtype))
         assert out.dtype is expected.dtype
         torch.testing.assert_close(out, expected)
-
-
-SELECT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "method": lambda labels, mask: labels.masked_select(mask),
-    "function": torch.masked_select,
-    "index": lambda labels, mask: labels[mask],
-}
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("select", SELECT.values(), ids=SELECT)
-def test_labels_may_be_what_a_mask_selects(select: Callable[[Tensor, Tensor], Tensor], device: str) -> None:
-    """As libraries drop the padding; replay and eager agree for any lengths, those that do not fit included."""
-
-    def step(state: Any, batch: Any) -> Any:
-        def loss_fn(params: Any) -> Tensor:
-            mask = batch["labels"] > 0
-            lengths = mask.sum(-1) + batch["more"]
-            logs = (batch["x"] @ params["w"]).log_softmax(-1).transpose(0, 1)
-            return F.ctc_loss(
-                logs, select(batch["labels"], mask), batch["frames"], lengths, zero_infinity=True
-            )
-
-        loss, grads = fcg.value_and_grad(loss_fn)(state["params"])
-        return {"params": fcg.tree.map(lambda p, g: p - g, state["params"], grads)}, {"loss": loss}
-
-    train_step = fcg.graph_step(step, lowering="aten")
-    state = fcg.place({"params": {"w": torch.ones(6, 5, device=device)}})
-    for call in range(8):
-        batch = speech(call, device) | {"more": torch.tensor(int(call > 5), device=device)}
-        if call == 4:
-            batch["labels"] = torch.zeros_like(batch["labels"])
-        before = fcg.snapshot(state)
-        expected, wanted = train_step.eager(before, batch)
-        state, metrics = train_step(state, batch)
-        if device == "cpu":
-            assert_trees_all_equal((state, metrics), (expected, wanted))
-        torch.testing.assert_close(metrics["loss"], wanted["loss"])
-        if call <= 5:
-            logits, labels = (batch["x"] @ before["params"]["w"]).cpu(), batch["labels"].cpu()
-            logs, rows = logits.log_softmax(-1).transpose(0, 1), labels > 0
-            plain = F.ctc_loss(logs, labels[rows], batch["frames"].cpu(), rows.sum(-1), zero_infinity=True)
-            torch.testing.assert_close(metrics["loss"].cpu(), plain)
-    assert train_step.stats.captures == 1
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda y: y.sum(), lambda y: torch.zeros(y.shape[0]), lambda y: torch.zeros(len(y)), lambda y: y,
-        lambda y: {"y": [y]}, lambda y: torch.cat([y, y]), lambda y: torch.zeros(9)[y],
-        lambda y: F.ctc_loss(y.float()[:, None], y, (1,), (1,)),
-    ],
-)  # fmt: skip
-def test_any_other_use_of_what_a_mask_selects_is_refused_at_the_mask(use: Callable[[Tensor], Any]) -> None:
-    def step(state: Any, x: Tensor) -> Any:
-        y = x[x > 2]
-        try:
-            result = use(y)
-        except fcg.HostSyncError:
-            result = x
-        return state, {"y": result}
-
-    with pytest.raises(
-        fcg.HostSyncError, match=r"shape depends on the values of a mask.\n.*from `x\[x > 2\]`"
-    ):
-        fcg.graph_step(step)({"w": torch.zeros(1)}, torch.arange(6))
 
 
 def test_differentiating_twice_is_refused_and_never_loses_terms() -> None:

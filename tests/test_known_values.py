@@ -192,6 +192,7 @@ UNIFORM: dict[str, Callable[[], Tensor]] = {
     "rand(1)": lambda: torch.rand(1),
     "uniform_": lambda: torch.empty(()).uniform_(0, 1),
     "of two": lambda: torch.zeros(2).uniform_()[1],
+    "of a part": _partly,
     "in float64": lambda: torch.rand([], dtype=torch.float64),
     "halved": lambda: torch.rand([]) * 0.5,
     "in float16": lambda: torch.rand([]).half(),
@@ -208,7 +209,6 @@ SURE: dict[str, Callable[[Tensor], Tensor]] = {
 UNSURE: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]] = {
     "inside": (lambda: torch.rand([]), lambda r: r < 0.1),
     "at its end": (lambda: torch.rand([]), lambda r: r <= 0.0),
-    "of a part": (_partly, lambda r: r > 1.0),
     "of another part": (_partly_else, lambda r: r > 1.0),
     "normal": (lambda: torch.randn([]), lambda r: r < -100.0),
     "rounded to its end": (lambda: torch.rand([]).half(), lambda r: r >= 1.0),

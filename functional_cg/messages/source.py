@@ -13,6 +13,7 @@ import itertools
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType, TracebackType
 
@@ -22,6 +23,7 @@ __all__ = [
     "Location",
     "Locator",
     "at_here",
+    "frames",
     "here",
     "is_generated",
     "is_installed",
@@ -86,19 +88,22 @@ def is_generated(filename: str) -> bool:
     return filename == "<string>"
 
 
+def frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and those around it, outwards."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def user_frame(frame: FrameType | None = None) -> FrameType | None:
     """Return the innermost frame of user code, from `frame` (default: the caller's) outwards."""
-    frame = sys._getframe(1) if frame is None else frame
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
+    around = frames(sys._getframe(1) if frame is None else frame)
+    return next((one for one in around if is_user_file(one.f_code.co_filename)), None)
 
 
 def own_frame(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame of the user's own code, from `frame` outwards; None if there is none."""
-    while frame is not None and not _is_own(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
+    return next((one for one in frames(frame) if _is_own(one.f_code.co_filename)), None)
 
 
 def raised_in(error: BaseException) -> list[TracebackType]:

@@ -1,16 +1,13 @@
 """Tell what a forward works out once and remembers, such as the kind of a loss or a table, from what it counts.
 
-A forward may set an attribute that was None, and go by its value from then on. If it makes the same calls before and
-after, but for those that computed what it remembers from constants, and from buffers that it never writes, and changes
-nothing more, then it is a pure function all the same. Both runs are on fake tensors, which takes no arithmetic and
-draws no numbers.
+A forward may set an attribute that was None, and go by its value from then on. If it computes the same before and
+after, makes what it remembers of constants, and of buffers that it never writes, and changes nothing more, then it is a
+pure function all the same. Both runs are on fake tensors, which takes no arithmetic and draws no numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
-from itertools import zip_longest
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import tree
 from ..ambient.compiling import compiling
-from ..state.arena import BufferSpec
-from ..tensors.aten import can_draw
+from ..tensors.aten import can_draw, tensors_in, written_arguments
 from ..tensors.fake_mode import aside_on_fakes
+from ..tensors.numbering import Numbers
 from ..tensors.op_table import row_of
 from ..tensors.overlap import storage_key
 from .attributes import Held, Same, changed, held, newly_known
@@ -31,6 +28,7 @@ from .call import function_of
 __all__ = ["only_remembers"]
 
 _SLICE = torch.ops.aten.slice.Tensor
+_DRAWN = -1  # stands for a storage
 
 
 def only_remembers(
@@ -42,7 +40,7 @@ def only_remembers(
     before: Held,
     after: Held,
 ) -> bool:
-    """Whether a forward that has changed its module will make the same calls from now on, and change nothing more.
+    """Whether a forward that has changed its module will compute the same from now on, and change nothing more.
 
     Args:
       copied: Makes a private module that holds the given tensors.
@@ -65,130 +63,56 @@ def only_remembers(
         resized = [path for path in known if path in tensors and buffer_at(module, path) is not None]
         unset = [*unset_buffers(module), *resized]
         start = held(module, unset) | dict.fromkeys(resized)
+        given = {storage_key(one) for one in tree.leaves((args, kwargs)) if isinstance(one, Tensor)}
+        given |= {storage_key(fakes[name]) for name, _ in module.named_parameters()}
+        runs = _Runs(given | set(map(storage_key, fakes.values())))
         try:
-            calls, found = _calls(function_of(module, method), args, kwargs), held(module, unset)
-            again, at_last = _calls(function_of(module, method), args, kwargs), held(module, unset)
+            computed, found = runs.result(function_of(module, method), args, kwargs), held(module, unset)
+            again, at_last = runs.result(function_of(module, method), args, kwargs), held(module, unset)
         except Exception:  # whatever a forward raises on tensors without values
             return False
-        if newly_known(start, found) != known or changed(found, at_last):
-            return False
         made = [one.value for path, one in found.items() if path in known and isinstance(one, Same)]
-        trained = {name for name, _ in module.named_parameters()}
-        steady = {storage_key(fakes[name]) for name in tensors.keys() - trained} - _written(calls)
-        needed = _without(calls, made, steady)
-        return needed is not None and _agree(needed, again)
+        return (
+            newly_known(start, found) == known
+            and not changed(found, at_last)
+            and computed == again
+            and runs.sources(made).isdisjoint({*given, *runs.written, _DRAWN})
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """An op that ran.
-
-    Attributes:
-      op: The op.
-      given: Its arguments, flat: tensors, and all else with its type.
-      made: Its results, flat.
-      draws: Whether it draws random numbers.
-    """
-
-    op: Any
-    given: list[Any]
-    made: list[Any]
-    draws: bool
-
-    def tensors(self) -> set[int]:
-        """Return the ids of the tensors it reads."""
-        return set(map(id, _tensors(self.given)))
-
-    def results(self) -> set[int]:
-        """Return the ids of the tensors it makes, or writes."""
-        return set(map(id, _tensors(self.made)))
-
-
-def _written(calls: Sequence[_Call]) -> set[int]:
-    """Return the storages that calls may write: each of a call that writes any."""
-    writing = [call for call in calls if call.op._schema.is_mutable or row_of(call.op).statistics]
-    return {storage_key(one) for call in writing for one in _tensors([*call.given, *call.made])}
-
-
-def _without(calls: Sequence[_Call], remembered: Sequence[Tensor], steady: Set[int]) -> list[_Call] | None:
-    """Return the calls but those that compute the remembered tensors.
+class _Runs(TorchDispatchMode):
+    """Numbers the values that runs of one function compute, and tells what they are made of.
 
     Args:
-      calls: The calls.
-      remembered: The tensors.
-      steady: Storages of what is neither trained nor written, such as the slopes that a table is made of.
-    Returns:
-      The others; None if the tensors are made of more than that, and constants.
-    """
-    # By storage, since a table may be filled through views; a view of something else makes no storage.
-    wanted, made, computing = {storage_key(one) for one in remembered}, set[int](), set[int]()
-    for number in reversed(range(len(calls))):
-        read, written = (
-            set(map(storage_key, _tensors(part))) for part in (calls[number].given, calls[number].made)
-        )
-        if written & wanted:
-            computing.add(number)
-            wanted |= read
-            made |= written - read
-    if not wanted <= made | steady or any(calls[number].draws for number in computing):
-        return None
-    kept = set(map(id, remembered))
-    # What other calls use as well is computed each time.
-    for number in sorted(computing, reverse=True):
-        readers = (
-            at for at in range(number + 1, len(calls)) if calls[at].tensors() & calls[number].results()
-        )
-        if not calls[number].results() <= kept and not computing.issuperset(readers):
-            computing.remove(number)
-    return [call for number, call in enumerate(calls) if number not in computing]
-
-
-def _agree(calls: Sequence[_Call], others: Sequence[_Call]) -> bool:
-    """Whether two runs made the same calls on the same values."""
-    twins: dict[int, int] = {}  # from the tensors that the second run made to those of the first
-    for call, other in zip_longest(calls, others):
-        if call is None or other is None or call.op is not other.op:
-            return False
-        if not _alike(call.given, other.given, twins) or not _alike(call.made, other.made, None):
-            return False
-        made = zip(call.made, other.made, strict=True)
-        twins |= {id(b): id(a) for a, b in made if isinstance(a, Tensor)}
-    return True
-
-
-def _alike(values: Sequence[Any], others: Sequence[Any], twins: Mapping[int, int] | None) -> bool:
-    """Whether two lists hold equal numbers, and the same tensors; without ``twins``, tensors of the same kind."""
-
-    def same(one: Any, other: Any) -> bool:
-        if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-            return bool(one == other)
-        if twins is not None:
-            return twins.get(id(other), id(other)) == id(one)
-        return BufferSpec.of(one) == BufferSpec.of(other)
-
-    return len(values) == len(others) and all(map(same, values, others))
-
-
-def _calls(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Call]:
-    calls = _Calls()
-    with calls:
-        compiling(function, *args, **kwargs)
-    return calls.seen
-
-
-class _Calls(TorchDispatchMode):
-    """Lists the ops that run.
+      storages: Those of the tensors that each run is given.
 
     Attributes:
-      seen: The ops so far.
+      written: Those of them that a run has written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, storages: set[int]) -> None:
         super().__init__()
-        self.seen: list[_Call] = []
-        self._whole: dict[
-            int, tuple[Tensor | None, Tensor]
-        ] = {}  # by the id of a slice, it and what it is all of
+        self.written: set[int] = set()
+        self._storages, self._draws = storages, 0
+        self._numbers = Numbers(Tensor, storage_key)
+        self._sources: dict[int, set[int]] = {}  # by storage of a result
+
+    def result(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the function; return numbers for what it returns, and for what it writes into what it is given."""
+        self._draws = 0
+        with self:
+            out = compiling(function, *args, **kwargs)
+        leaves, treedef = tree.flatten(out)
+        found = [self._numbers.of(one) if isinstance(one, Tensor) else one for one in leaves]
+        writes = {storage: self._numbers.last_write(storage) for storage in self.written}
+        for storage in self.written:
+            self._numbers.forget_write(storage)
+        return found, treedef, writes
+
+    def sources(self, tensors: Sequence[Tensor]) -> set[int]:
+        """Return the storages of what tensors are made of."""
+        keys = map(storage_key, tensors)
+        return set[int]().union(*(self._sources.get(key, {key}) for key in keys))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -196,28 +120,22 @@ class _Calls(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)  # a question about a tensor, not a computation
-        given = list(_flat((args, tuple(kwargs.items()))))
+        given: Sequence[Any] = args
         if row_of(func).lifts and type(args[0]) is Tensor:
             with torch._C._DisableTorchDispatch():
-                given = [args[0].dtype, repr(args[0].tolist())]
-        result = func(*args, **kwargs)
-        if func is _SLICE and result.shape == args[0].shape:  # all of it, as of a table that is long enough
-            self._whole[id(result)] = result, self._whole.get(id(args[0]), (None, args[0]))[1]
-            return result
-        given = [self._whole[id(one)][1] if id(one) in self._whole else one for one in given]
-        self.seen.append(_Call(func, given, list(_flat(result)), can_draw(func, args, kwargs)))
-        return result
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    return (one for one in values if isinstance(one, Tensor))
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    """Yield tensors, and other values with their types: ``1``, ``1.0`` and ``True`` are equal to Python."""
-    if isinstance(value, (list, tuple)):
-        yield type(value), len(value)
-        for item in value:
-            yield from _flat(item)
-    else:
-        yield value if isinstance(value, Tensor) else (type(value), value)
+                given = [args[0].dtype, args[0].tolist()]
+        out = func(*args, **kwargs)
+        if func is _SLICE and out.shape == args[0].shape:  # all of it, as of a table that is long enough
+            self._numbers.name(out, self._numbers.of(args[0]))
+            return out
+        read, results = list(tensors_in([*given, *kwargs.values()])), list(tensors_in([out]))
+        writes = written_arguments(func, args, kwargs)
+        sources = self.sources(read)
+        if can_draw(func, args, kwargs):
+            given, self._draws = [*given, self._draws], self._draws + 1
+            sources = sources | {_DRAWN}
+        self._numbers.call(func, given, kwargs, results, writes)
+        for key in map(storage_key, [*results, *writes]):
+            self._sources[key] = self._sources.get(key, {key} & self._storages) | sources
+        self.written.update({storage_key(one) for one in writes} & self._storages)
+        return out

@@ -1,24 +1,22 @@
 """Find the draws of a program: those that share a random key, and what is made of nothing else.
 
-A key is a value, and two computations may produce the same value, so this is value numbering. Two values get the same
-number if the same op made them from arguments with the same numbers, or if one is a copy of the other. An in-place
-write gives a new number. Equal numbers mean equal values; different numbers prove nothing. So every pair found is
-real, but some may be missed.
+A key is a value, and two computations may produce the same value, so values are numbered: every pair found is real, but
+some may be missed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
 from ..random.attention import ATTENTION
 from ..random.samplers import DERIVE
 from ..tensors.aten import named_arguments
-from ..tensors.op_table import row_of
-from .program import Instr, Program, Var, live, map_vars
+from ..tensors.numbering import Numbers
+from .program import Instr, Program, Var, live
 from .sub_programs import calls_of, each_once
 
 __all__ = ["draws_among", "inputs_behind", "is_drawn", "shared_keys"]
@@ -26,40 +24,6 @@ __all__ = ["draws_among", "inputs_behind", "is_drawn", "shared_keys"]
 _DRAWS: Mapping[str, str] = MappingProxyType(
     {"fcg::random_bits": "key", ATTENTION: "draws"}
 )  # what they draw from
-
-
-class _Numbers:
-    """Value numbers, updated while a program is walked call by call."""
-
-    def __init__(self) -> None:
-        self._of: dict[Var, tuple[int, int]] = {}  # number, last write to its memory before that
-        self._writes: dict[int, int] = {}
-        self._known: dict[Any, int] = {}
-
-    def of(self, var: Var) -> int:
-        """Return the number of the value that a variable holds now."""
-        if var not in self._of:
-            self._name(var, self._number(var))
-        number, then = self._of[var]
-        now = self._writes.get(var.storage, -1)
-        return number if now == then else self._number((number, now))
-
-    def walk(self, instr: Instr) -> None:
-        """Number the results of a call."""
-        # Compared as text, since 1 == 1.0 == True and 0.0 == -0.0.
-        made = instr.op, repr(map_vars(self.of, (instr.args, tuple(instr.kwargs.items()))))
-        copied = self.of(instr.args[0]) if row_of(instr.op).copies else None
-        for var in instr.writes:
-            self._writes[var.storage] = self._number(object())
-        for place, var in enumerate(instr.outputs()):
-            if var not in self._of:  # otherwise it is an argument written in place
-                self._name(var, self._number((*made, place)) if copied is None else copied)
-
-    def _name(self, var: Var, number: int) -> None:
-        self._of[var] = number, self._writes.get(var.storage, -1)
-
-    def _number(self, what: Any) -> int:
-        return self._known.setdefault(what, len(self._known))
 
 
 def draws_among(program: Program) -> tuple[Sequence[Instr], set[Instr]]:
@@ -89,7 +53,7 @@ def shared_keys(program: Program) -> Iterator[tuple[str, str]]:
     calls, every = draws_among(program)
     drawn = {instr for instr in every if not instr.backward}
     makers, _ = live(calls, [_drawn_from(instr)[0] for instr in drawn])
-    numbers, relevant = _Numbers(), drawn.union(makers)
+    numbers, relevant = Numbers(Var, attrgetter("storage")), drawn.union(makers)
     first: dict[tuple[int, int], Instr] = {}
     for instr in calls:
         if instr in drawn:
@@ -98,7 +62,7 @@ def shared_keys(program: Program) -> Iterator[tuple[str, str]]:
             if earlier is not instr:
                 yield _site(earlier), _site(instr)
         if instr in relevant:
-            numbers.walk(instr)
+            numbers.call(instr.op, instr.args, instr.kwargs, instr.outputs(), instr.writes)
 
 
 def _is_draw(instr: Instr) -> bool:

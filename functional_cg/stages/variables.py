@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from operator import itemgetter
 
 import torch
@@ -156,11 +156,16 @@ class History:
         self._read()
         return 0 if var is None else self._writes[var.storage]
 
+    @property
+    def given(self) -> Set[int]:
+        """The storages whose content may depend on the state, on inputs, or on other ranks."""
+        self._read()
+        return self._given
+
     def is_given(self, tensor: Tensor) -> bool:
         """Whether what a tensor holds may depend on the state, on inputs, or on other ranks."""
         var = self._var_of(tensor)
-        self._read()
-        return var is None or var.storage in self._given
+        return var is None or var.storage in self.given
 
     def mark(self, var: Var) -> None:
         """Note a variable that no call fills, of unknown content."""

@@ -276,7 +276,7 @@ MUTANTS = (
         "a refused trace leaves its fake tensors where they are",
         (
             (
-                "    for run in runs:\n        disown(run.program, run.release(), run.variables)\n",
+                "    for run in runs:\n        disown(run.program, run.history.given, run.release(), run.variables)\n",
                 "    for run in runs:\n        run.release()\n",
             ),
         ),
@@ -640,7 +640,7 @@ MUTANTS = (
         "no liveness check: a tensor of the step that outlives its trace is not noticed",
         (
             (
-                "            refuse_kept(recipe.name, recorder.program, recorder.variables, recorder.release())\n",
+                "            refuse_kept(recipe.name, recorder.program, given, recorder.variables, kept)\n",
                 "            recorder.release()\n",
             ),
         ),
@@ -831,19 +831,14 @@ MUTANTS = (
     Mutant(
         "N79",
         "a forward that remembers counts as pure although it goes by what it remembers",
-        (("return needed is not None and _agree(needed, again)", "return needed is not None"),),
+        (("            and computed == again\n", ""),),
         ("tests/test_left_behind.py::test_what_a_forward_goes_by_or_counts_is_refused[other_calls]",),
         no_gpu="told on the host",
     ),
     Mutant(
         "N80",
         "a table that a forward makes once may come from anything",
-        (
-            (
-                "    if not wanted <= made | steady or any(calls[number].draws for number in computing):",
-                "    if False:",
-            ),
-        ),
+        (("            and runs.sources(made).isdisjoint({*given, *runs.written, _DRAWN})\n", ""),),
         (
             "tests/test_left_behind.py::test_a_table_of_anything_else_is_refused[of an input-an attribute]",
             "tests/test_left_behind.py::test_a_table_of_anything_else_is_refused[drawn-a buffer]",

@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import constraints, continuous_bernoulli, distribution, geometric
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
-from ...errors import CaptureError, FunctionalCGError, HostSyncError, SideEffectError
+from ...errors import CaptureError, FunctionalCGError, SideEffectError
 from ...messages.advice import ADDRESS
 from ...messages.catching import may_swallow
 from ...messages.guards import compares_in_guard, guard_of
-from ...messages.source import at_here, is_user_file
-from ...tensors.selected import Selected
+from ...messages.source import at_here, frames, is_user_file
 from ..watch.host_reads import HostReads
 from ..watch.host_watch import MODES, HostWatch, modes
 from ..watch.values import shown
@@ -68,9 +67,6 @@ _VALIDATING = frozenset(
 _GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
 _ENTRY = f"{__package__}.runs"  # calls the user's function
 _PLUMBING = frozenset({"torch.overrides", "torch.utils._python_dispatch"})
-# What selects by a mask, and what computes the same whatever follows the selected values.
-_SELECTING = frozenset({torch.masked_select, Tensor.masked_select, Tensor.__getitem__})
-_WITHOUT_LENGTH = frozenset({F.ctc_loss, torch.ctc_loss})
 _OF_VALUES = frozenset({"__repr__", "__format__", "__array__", "numpy", "tolist"})
 
 
@@ -80,17 +76,11 @@ class HostGuard(TorchFunctionMode):
     Args:
       rules: The rules of the trace, which word the errors.
       value_of: Returns what a tensor of the trace holds; None if that is not known.
-      writes_to: Returns how many calls of the trace have written the memory of a tensor.
     """
 
-    def __init__(
-        self,
-        rules: Rules,
-        value_of: Callable[[Tensor], Tensor | None],
-        writes_to: Callable[[Tensor], int],
-    ) -> None:
+    def __init__(self, rules: Rules, value_of: Callable[[Tensor], Tensor | None]) -> None:
         super().__init__()
-        self._rules, self._value_of, self._writes_to = rules, value_of, writes_to
+        self._rules, self._value_of = rules, value_of
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -120,37 +110,14 @@ class HostGuard(TorchFunctionMode):
         if func is Tensor.item and _only_compares(args[0]) and self._value_of(args[0]) is None:
             number = args[0].reshape(())
             return number if number.dtype is torch.bool else number.double()
-        if func in _WITHOUT_LENGTH:
-            args, kwargs = _in_front(args), dict(zip(kwargs, _in_front(kwargs.values()), strict=True))
-        if func is Tensor.__setitem__ and isinstance(args[2], Selected) and isinstance(args[1], Tensor):
-            if args[2].written_into(args[0], args[1], self._writes_to(args[1])):
-                return None
-        if (found := at_a_place(func, args, self._call, self._rules.places)) is not None:
-            return found[0]
-        try:
-            return func(*args, **kwargs)
-        except HostSyncError as error:
-            if func not in _SELECTING or not _selects(func, *args[:2]):
-                raise
-            return Selected(args[0], args[1], self._writes_to(args[1]), self._rules.put_off(error))
+        found = at_a_place(func, args, self._call, self._rules.places)
+        return func(*args, **kwargs) if found is None else found[0]
 
 
 def _only_compares(number: Tensor) -> bool:
     """Whether the host asks for a number to compare it, in float64, and raise if that fails."""
     frame = _asking()
     return number.numel() == 1 and not number.is_complex() and frame is not None and compares_in_guard(frame)
-
-
-def _in_front(args: Iterable[Any]) -> list[Any]:
-    return [one.in_front() if isinstance(one, Selected) else one for one in args]
-
-
-def _selects(func: Any, values: Any = None, index: Any = None) -> bool:
-    """Whether an index is one mask, for each element or, between brackets, for the first axes."""
-    if not isinstance(index, Tensor) or index.dtype is not torch.bool:
-        return False
-    rows = func is Tensor.__getitem__ and 0 < index.dim() < values.dim()
-    return bool(rows or index.dim() == values.dim())
 
 
 def taken_as_valid(func: Any, args: Sequence[Any], call: Callable[..., Any]) -> bool | None:
@@ -182,19 +149,13 @@ def taken_as_valid(func: Any, args: Sequence[Any], call: Callable[..., Any]) -> 
 
 def _asking() -> FrameType | None:
     """Return the frame of the code that calls an op, or asks for a value."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _between(frame):
-        frame = frame.f_back
-    return frame
+    return next((one for one in frames(sys._getframe(1)) if not _between(one)), None)
 
 
 def _may_go_on(frame: FrameType | None) -> bool:
     """Whether the step may go on after what a frame raises: then the test decides more than whether to raise."""
-    while frame is not None and frame.f_globals.get("__name__") != _ENTRY:
-        if not _of_torch_or_ours(frame) and may_swallow(frame):
-            return True
-        frame = frame.f_back
-    return False
+    own = takewhile(lambda one: one.f_globals.get("__name__") != _ENTRY, frames(frame))
+    return any(not _of_torch_or_ours(one) and may_swallow(one) for one in own)
 
 
 def _of_torch_or_ours(frame: FrameType) -> bool:
@@ -203,11 +164,8 @@ def _of_torch_or_ours(frame: FrameType) -> bool:
 
 def _validates(frame: FrameType | None) -> bool:
     """Whether ``torch.distributions`` validates for the user's code."""
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
-        if frame.f_code.co_filename in _VALIDATING:
-            return True
-        frame = frame.f_back
-    return False
+    inner = takewhile(lambda one: not is_user_file(one.f_code.co_filename), frames(frame))
+    return any(one.f_code.co_filename in _VALIDATING for one in inner)
 
 
 def _between(frame: FrameType) -> bool:
@@ -225,9 +183,8 @@ def _called_by_torch(frame: FrameType | None) -> bool:
 
 def _caller(frame: FrameType | None) -> str:
     """Return the file that calls a method of a tensor; between are the method's own frames and other modes."""
-    while frame is not None and (frame.f_code.co_filename.startswith(_METHODS) or _is_ours(frame)):
-        frame = frame.f_back
-    return "" if frame is None else frame.f_code.co_filename
+    others = (one.f_code.co_filename for one in frames(frame) if not _is_ours(one))
+    return next((name for name in others if not name.startswith(_METHODS)), "")
 
 
 def _is_ours(frame: FrameType) -> bool:

@@ -87,75 +87,65 @@ def value_of(
                     return None
                 values[one] = held
         made.update(results)
+    return _computed(instrs, values, var)
 
+
+def _computed(instrs: Sequence[Instr], values: Mapping[Var, Tensor], var: Var) -> Tensor:
     def computed() -> Tensor:
         # Copies, since a call may write them in place; where they are, because a text of a tensor says so.
         found = {one: value.to(one.spec.device, copy=True) for one, value in values.items()}
         evaluate_all(instrs, found)
         return found[var]
 
-    value: Tensor = aside_from_modes(computed)
-    return value
+    return aside_from_modes(computed)
 
 
 _COMPARISONS = frozenset({_aten.lt.Scalar, _aten.le.Scalar, _aten.gt.Scalar, _aten.ge.Scalar})
-# Ops on floating-point numbers that keep or reverse the order of the elements.
-_MONOTONE = frozenset({"aten::clamp", "aten::mul"})
+# On floating-point numbers, these keep or reverse the order of the elements.
+_MONOTONE = frozenset({"clamp", "copy", "mul"})
 
 
 def _decided(instrs: Sequence[Instr]) -> dict[int, Tensor]:
-    """Return the results of the comparisons that come out the same for all draws, by their places."""
+    """Return the results of comparisons of one number that come out the same for all draws, by their places.
+
+    Random bits under a mask lie between 0 and the mask. The calls from there to the comparison are made for both ends;
+    if they keep or reverse the order, and both ends compare alike, then so does all that lies between.
+    """
     found = {}
     for place, instr in enumerate(instrs):
-        if instr.op in _COMPARISONS and isinstance(instr.args[1], (int, float)):
-            ends = _ends(instrs[:place], instr.args[0])
-            value = None if ends is None else aside_from_modes(partial(_same, instr, ends))
-            if value is not None:
-                found[place] = value
+        if instr.op not in _COMPARISONS or instr.out.spec.numel != 1:
+            continue
+        masks = {one.out: one.args[1] for one in instrs[:place] if _masks_bits(one)}
+        calls, used = live([one for one in instrs[:place] if one.out not in masks], [instr.args[0]])
+        drawn, made = used & masks.keys(), {var for one in calls for var in one.outputs()}
+        if not drawn or used - drawn - made or not all(map(_keeps_order, calls)):
+            continue
+        low, high = (
+            _computed([*calls, instr], {var: _filled(var, end * masks[var]) for var in drawn}, instr.out)
+            for end in (0, 1)
+        )
+        if aside_from_modes(partial(torch.equal, low, high)):
+            found[place] = low
     return found
 
 
-def _same(comparison: Instr, ends: Tensor) -> Tensor | None:
-    """Return the result of a comparison if it is the same at both ends, and therefore between them; else None."""
-    low, high = comparison.op(ends, comparison.args[1]).tolist()
-    spec = comparison.out.spec
-    return torch.full(spec.shape, low, dtype=spec.dtype, device=spec.device) if low == high else None
+def _masks_bits(instr: Instr) -> bool:
+    mask = instr.args[1] if instr.op._schema.name == "aten::__and__" else None
+    return type(mask) is int and mask >= 0
 
 
-def _ends(instrs: Sequence[Instr], var: Var) -> Tensor | None:
-    """Return two numbers between which all elements of a variable lie after these calls; None if nobody knows.
-
-    They are computed as the elements are, by ops that keep or reverse the order, so that they are rounded like them.
-    They start from random bits under a mask and not from floating-point numbers, of which any may be NaN.
-    """
-    place = next((n for n in reversed(range(len(instrs))) if _sets(instrs[n], var)), None)
-    if place is None:
-        return None
-    instr, before = instrs[place], instrs[:place]
-    name, args = instr.op._schema.name, instr.args
-    if instr.out is not var and all(_place(one) != _place(var) for one in instr.writes):
-        return None  # a part of it, or more than it
-    if name == "aten::__and__" and type(args[1]) is int and args[1] >= 0:
-        return aside_from_modes(
-            partial(torch.tensor, [0, args[1]], dtype=var.spec.dtype, device=var.spec.device)
-        )
-    copies = instr.name.rstrip("_") == "copy"
-    source = args[1] if copies else args[0] if args else None
-    if (instr.writes and not copies) or not isinstance(source, Var) or not var.spec.dtype.is_floating_point:
-        return None  # integers wrap around
-    ends = _ends(before, source)
-    if ends is None:
-        return None
-    if row_of(instr.op).selects and instr.op is not _aten.view.dtype:
-        return aside_from_modes(partial(ends.to, var.spec.dtype))
-    if name in _MONOTONE and not any(isinstance(arg, Var) for arg in args[1:]) and not instr.kwargs:
-        moved: Tensor = aside_from_modes(partial(instr.op, ends, *args[1:]))
-        return moved
-    return None
+def _keeps_order(instr: Instr) -> bool:
+    """Whether a call keeps or reverses the order of the one tensor whose numbers it reads."""
+    if not all(one.spec.dtype.is_floating_point for one in instr.outputs()) or instr.op is _aten.view.dtype:
+        return False  # integers wrap around
+    numbers = [one for one in instr.inputs() if one not in instr.writes]
+    return (
+        not numbers or row_of(instr.op).selects or (instr.name.rstrip("_") in _MONOTONE and len(numbers) == 1)
+    )
 
 
-def _sets(instr: Instr, var: Var) -> bool:
-    return instr.out is var or any(one.storage == var.storage for one in instr.writes)
+def _filled(var: Var, number: int) -> Tensor:
+    return aside_from_modes(partial(torch.full, var.spec.shape, number, dtype=var.spec.dtype))
 
 
 def by_places(

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from ...messages.source import is_user_file
+from ...messages.source import frames, is_user_file
 from ...nn.module import Apply
 from ...state.leaf import Leaf
 from ..watch.kinds import is_user_class
@@ -107,9 +107,8 @@ def read_fix(name: str, tensor: Tensor) -> str:
 
 def module_fix(tensor: Tensor) -> str:
     """Return the fix for a tensor owned by a module, or a module's function, on the stack; "" for other tensors."""
-    fix, frame = "", sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
+    fix = ""
+    for frame in frames(sys._getframe(2)):
         owner = frame.f_locals.get("self")
         if owns(owner, tensor):
             fix = _pure_module_fix(owner, _called_as(owner, frame))
@@ -134,14 +133,9 @@ def _stands_in(tree: dict[str, Any], tensor: Tensor) -> bool:
 
 def _called_as(owner: Any, frame: FrameType) -> str:
     """Return the name by which the code around a module's frame knows it; ``model`` if by none."""
-    above: FrameType | None = frame
-    while above is not None:
-        for names in (above.f_locals, above.f_globals):
-            for name, value in names.items():
-                if value is owner and name != "self":
-                    return name
-        above = above.f_back
-    return "model"
+    scopes = (scope for above in frames(frame) for scope in (above.f_locals, above.f_globals))
+    names = (name for scope in scopes for name, one in scope.items() if one is owner and name != "self")
+    return next(names, "model")
 
 
 def _pure_module_fix(owner: torch.nn.Module, name: str) -> str:

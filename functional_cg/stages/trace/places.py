@@ -2,13 +2,12 @@
 
 PyTorch asks for it, and returns a view. Here the result is a copy: reading it after what it was taken from has been
 written is refused, and so is writing into it, unless the next thing is that it is put back, as by ``table[t] += 1``.
-Gradients have the bits of PyTorch's, except for the sign of a zero where ``table[t] = x`` is differentiated.
+Gradients have the bits of PyTorch's, except for the sign of a zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,22 +17,14 @@ from ...errors import CaptureError, FunctionalCGError, ReadOnlyError
 from ...messages.source import at_here
 from ...tensors.aten import tensors_in, unwrapped
 from ...tensors.overlap import storage_key
-from ...tensors.selected import place_in, taken
 from ..variables import History
 
 __all__ = ["Places", "at_a_place"]
 
 _SELECTS = frozenset({Tensor.select, torch.select})
 _GET, _SET = Tensor.__getitem__, Tensor.__setitem__
-
-
-@dataclass(slots=True)
-class _Copy:
-    """What was taken: from where, at which index, and how often that had been written."""
-
-    values: Tensor
-    index: Any
-    writes: int
+_NUMBERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
+_MASKS = frozenset({torch.bool, torch.uint8})
 
 
 class Places:
@@ -46,10 +37,10 @@ class Places:
 
     def __init__(self, function: str, history: History) -> None:
         self._function, self._writes_to, self.is_given = function, history.writes_to, history.is_given
-        self._copies: dict[int, _Copy] = {}  # by storage of the copy
-        self._owed: dict[
-            int, FunctionalCGError
-        ] = {}  # by storage of what a copy that was written is a part of
+        # By storage of a copy: what it was taken from, at which index, and how often that had been written.
+        self._copies: dict[int, tuple[Tensor, Any, int]] = {}
+        # By storage of what a copy that was written was taken from.
+        self._owed: dict[int, FunctionalCGError] = {}
 
     def clear(self) -> None:
         """Drop all tensors."""
@@ -58,31 +49,33 @@ class Places:
     def note(self, part: Tensor, values: Tensor, index: Any) -> None:
         """Note that ``part`` is a copy of ``values[index]``."""
         values = unwrapped(values)
-        self._copies[storage_key(unwrapped(part))] = _Copy(values, index, self._writes_to(values))
+        self._copies[storage_key(unwrapped(part))] = values, index, self._writes_to(values)
 
     def put_back(self, values: Tensor, index: Any, new: Any) -> None:
         """Note that ``new`` is about to be assigned to ``values[index]``: it may be a copy that was taken there."""
         copy = self._copies.get(storage_key(unwrapped(new))) if isinstance(new, Tensor) else None
-        if copy is not None and copy.values is unwrapped(values) and copy.index is index:
-            self._owed.pop(storage_key(copy.values), None)
+        if copy is not None and copy[0] is unwrapped(values) and copy[1] is index:
+            self._owed.pop(storage_key(copy[0]), None)
 
     def check(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Tensor]
     ) -> None:
-        """Refuse a call that reads what would show another value if copies were views.
+        """Refuse a call that would do something else if copies were views.
 
         Raises:
           CaptureError, ReadOnlyError: Naming the line.
         """
-        for key in map(storage_key, tensors_in([*args, *kwargs.values()])) if self._copies else ():
+        if not self._copies:
+            return
+        for key in map(storage_key, tensors_in([*args, *kwargs.values()])):
             if key in self._owed:
                 raise self._owed[key]
-            copy = self._copies.get(key)
-            if copy is not None and self._writes_to(copy.values) != copy.writes:
-                raise self._stale(func)
-        for key in map(storage_key, written) if self._copies else ():
             if key in self._copies:
-                self._owed[storage_key(self._copies[key].values)] = self._lost(func)
+                values, _, writes = self._copies[key]
+                if self._writes_to(values) != writes:
+                    raise self._stale(func)
+        for key in self._copies.keys() & set(map(storage_key, written)):
+            self._owed[storage_key(self._copies[key][0])] = self._lost(func)
 
     def refuse_owed(self) -> None:
         """Raise if a copy was written and not put back."""
@@ -123,17 +116,47 @@ def at_a_place(func: Any, args: Sequence[Any], call: Callable[..., Any], places:
     if func is not _GET and func is not _SET:
         return None
     values, index, *new = args
-    found = place_in(values, index, places.is_given)
+    found = _place_in(values, index, places.is_given)
     if found is None:
         return None
-    axis, place, rest = found
+    where, rest = found
     if func is _SET:
         places.put_back(values, index, *new)
-    part = taken(values, place, axis)
+    part = _GET(values, where)
     if func is _GET:
         part = call(_GET, (part, rest), {})
         places.note(part, values, index)
         return (part,)
     call(_SET, (part, rest, *new), {})
-    where: Any = (*[slice(None)] * axis, place)
     return (_SET(values, where, part),)
+
+
+def _place_in(values: Tensor, index: Any, is_given: Callable[[Tensor], bool]) -> tuple[Any, Any] | None:
+    """Find the first number in an index between brackets that is a tensor of integers, and not always the same.
+
+    Args:
+      values: What is indexed.
+      index: As Python hands it over.
+      is_given: Whether what a tensor holds may differ between replays.
+    Returns:
+      (where, rest): an index of that number alone, which keeps its axis with size 1, and the index of what is there;
+      None if there is no such number.
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    for at, part in enumerate(parts):
+        if isinstance(part, Tensor) and part.dtype in _NUMBERS and not part.dim() and is_given(part):
+            before, behind = parts[:at], parts[at + 1 :]
+            axis = sum(map(_axes, before))
+            if any(one is Ellipsis for one in before):
+                axis = values.dim() - 1 - sum(map(_axes, behind))
+            return (*[slice(None)] * axis, part.reshape(1).to(torch.int64)), (*before, 0, *behind)
+    return None
+
+
+def _axes(part: Any) -> int:
+    """Return how many axes a part of an index is for."""
+    if part is None or part is Ellipsis or isinstance(part, bool):
+        return 0
+    if not isinstance(part, Tensor):
+        part = torch.empty(()) if isinstance(part, slice) else torch.as_tensor(part)
+    return part.dim() if part.dtype in _MASKS else 1

@@ -107,37 +107,23 @@ def _refuse_unreturnable(function: str, paths: Sequence[KeyPath], leaves: Sequen
       ForeignTensorError: For numpy arrays.
       SideEffectError: For other mutable objects.
     """
-    _refuse_arrays(function, paths, leaves)
-    _refuse_changeable(function, paths, leaves)
-
-
-def _refuse_arrays(function: str, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> None:
-    rows = [
-        f"{path_string(path, 'metrics')}  expected a tensor   got {type(leaf).__name__}"
-        for path, leaf in zip(paths, leaves, strict=True)
-        if hasattr(leaf, "__array__") and hasattr(leaf, "flags") and not isinstance(leaf, Tensor)
-    ]
-    if rows:
+    named = zip(paths, leaves, strict=True)
+    others = [(path_string(path, "metrics"), leaf) for path, leaf in named if not isinstance(leaf, Tensor)]
+    arrays = [one for one in others if hasattr(one[1], "__array__") and hasattr(one[1], "flags")]
+    if arrays:
         raise ForeignTensorError.of(
             function,
             "returns an array that is not a tensor of the step.",
-            rows=rows,
+            rows=[f"{name}  expected a tensor   got {type(leaf).__name__}" for name, leaf in arrays],
             why="Replay would return the same array each time.",
             fix="pass it as an input and return that; or leave it outside of the step.",
         )
-
-
-def _refuse_changeable(function: str, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> None:
-    rows = [
-        f"{path_string(path, 'metrics')}  expected a tensor or a plain value   got {type(leaf).__name__}"
-        for path, leaf in zip(paths, leaves, strict=True)
-        if not isinstance(leaf, Tensor) and not _is_fixed(leaf)
-    ]
-    if rows:
+    changeable = [(name, type(leaf).__name__) for name, leaf in others if not _is_fixed(leaf)]
+    if changeable:
         raise SideEffectError.of(
             function,
             "returns an object that can change.",
-            rows=rows,
+            rows=[f"{name}  expected a tensor or a plain value   got {kind}" for name, kind in changeable],
             why="Replay would return the same object each time: what one call's result is given, all would have.",
             fix="return tensors, numbers and strings, in dicts, lists and tuples; make the object of them in the loop.",
         )

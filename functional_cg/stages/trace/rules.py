@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import takewhile
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from ...errors import (
     SideEffectError,
 )
 from ...messages.libraries import copy_fix, in_place_fix, keyed_fix, sync_fix
-from ...messages.source import at_here, here, is_user_file, user_frame
+from ...messages.source import at_here, frames, here, is_user_file, user_frame
 from ...nn.refusals import registered_fix
 from ...pytree.trees import opened
 from ...state.arena import BufferSpec
@@ -58,11 +59,8 @@ _MEMORY = frozenset({"aten::empty", "aten::empty_strided"})
 
 
 def _frames() -> Iterator[FrameType]:
-    """Yield the frames of the trace, innermost first; those below, such as `python -m pdb`, belong to the caller."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "_run":
-        yield frame
-        frame = frame.f_back
+    """Return the frames of the trace, innermost first; those below, such as `python -m pdb`, belong to the caller."""
+    return takewhile(lambda frame: frame.f_code.co_name != "_run", frames(sys._getframe(1)))
 
 
 def _in_a_debugger() -> bool:
@@ -131,17 +129,6 @@ class Rules:
         """Keep the first refusal: the function may catch it and go on with a value that replay would repeat."""
         if not _in_a_debugger():
             self._first = self._first or error
-
-    def put_off(self, error: FunctionalCGError) -> Callable[[], NoReturn]:
-        """Take back a refusal that may turn out to be none; return what refuses after all."""
-        if self._first is error:
-            self._first = None
-
-        def refuse() -> NoReturn:
-            self.remember(error)
-            raise error
-
-        return refuse
 
     def refuse_what_was_caught(self) -> None:
         """Raise the first refusal again if the function caught it and returned."""

@@ -73,7 +73,7 @@ def _run(
     for name, constant in recipe.constants:
         recorder.declare(name, constant)
     follow = nullcontext() if reads is None else follower.following()
-    guard = HostGuard(recorder.rules, recorder.value_of, recorder.history.writes_to)
+    guard = HostGuard(recorder.rules, recorder.value_of)
     with meeting(recorder.met), watching(recorder.work), canonical(recorder.mesh, declared), without_log():
         with ended_checkpoints(), mode, recorder, guard, follow, tracing(recorder):
             result = recipe.apply(recipe.function, trees, inputs)
@@ -95,11 +95,11 @@ def _once_filled(
     if not are_kept(kept):
         return cold
     tables = [(kept[number](), var) for number, var in enumerate(cold.variables)]
-    if not disown(cold.program, kept, cold.variables):
+    if not disown(cold.program, cold.history.given, kept, cold.variables):
         return cold
     warm = _run(recipe, None, checkpoint, runs)
     known = {id(table.tensor): warm.var_of(table.tensor) for table in warm.tables}
-    found = {var: twin for tensor, var in tables if (twin := known.get(id(tensor))) is not None}
+    found = {twin: var for tensor, var in tables if (twin := known.get(id(tensor))) is not None}
     refuse_another_start(cold.program, warm.program, found)
     return warm
 
@@ -114,7 +114,7 @@ def _watched(
         for name, value in (("self", recipe.function), *recipe.objects):
             reads.handed(value, name)
         run = _run(recipe, first.program, checkpoint, runs, reads)
-        disown(run.program, run.release(), run.variables)
+        disown(run.program, run.history.given, run.release(), run.variables)
         entries, autocast = reads.finish(), reads.says_autocast
     halves = any(var.spec.dtype in (torch.float16, torch.bfloat16) for var in run.variables)
     return run, reads, HostWatch(entries, autocast_dtypes=autocast, half_precision=halves)
@@ -142,7 +142,7 @@ def _clear(randomness: HostRandomness, collecting: Any, runs: list[Recorder]) ->
     randomness.restore_own()
     close_groups(but=collecting)
     for run in runs:
-        disown(run.program, run.release(), run.variables)
+        disown(run.program, run.history.given, run.release(), run.variables)
 
 
 def _refuse_another_order(recipe: Recipe, program: Program) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,71 +50,58 @@ class Stray(Tensor):
     """A tensor without memory, whose values are computed on first use. Ops on it return ordinary tensors."""
 
     _var: Var
-    _compute: Callable[[], Tensor]
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _program: Program | None  # None once its value is known, or if it has none
+    _known: Tensor | None
+    _none: Callable[[], SideEffectError]
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is _DEVICE:
-            return args[0].device
         return func(*_found(args), **{name: _found(value) for name, value in (kwargs or {}).items()})
 
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self._var.spec.device
+    __torch_dispatch__ = __torch_function__  # type: ignore[assignment]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         try:
-            return repr(self._compute())
+            return repr(self._value())
         except SideEffectError:
             return f"<a tensor of a refused trace, {self._var.spec}>"
 
-    def tolist(self) -> Any:
-        return self._compute().tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self._compute().numpy(force=force)
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._compute().__dlpack__(**options)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self._compute().clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._compute().__reduce_ex__(protocol)
+    def _value(self) -> Tensor:
+        if self._known is None:
+            self._known = None if self._program is None else value_of(self._program, self._var)
+            self._program = None  # it may hold much else
+        if self._known is None:
+            raise self._none()
+        return self._known
 
 
 def _found(value: Any) -> Any:
     if isinstance(value, Stray):
-        return value._compute()
+        return value._value()
     if isinstance(value, (list, tuple)):
         return type(value)(map(_found, value))
     return value
 
 
-def disown(program: Program, tensors: list[Reference], variables: Sequence[Var]) -> bool:
+def disown(program: Program, given: Set[int], tensors: list[Reference], variables: Sequence[Var]) -> bool:
     """Give the tensors of a trace that are still alive their values, and turn those without values into strays.
 
     Args:
       program: What was traced.
+      given: The storages that depend on the state or on inputs.
       tensors: Its tensors.
       variables: Their variables.
     Returns:
       Whether there were any, and all have values now.
     """
     kept = [number for number, one in enumerate(tensors) if type(one()) not in (type(None), Stray)]
-    if not kept:
-        return False
     groups: dict[int, list[int]] = {}
     for number in kept:
         groups.setdefault(variables[number].storage, []).append(number)
-    fixed = _unchanging(program)
     wholes = {var.storage: var for var in reversed(variables) if var.fills}
-    for storage in fixed & groups.keys():
+    for storage in groups.keys() - given:
         if (memory := value_of(program, wholes.get(storage))) is not None:
             _give_values(tensors, groups[storage], variables, memory)
     strays = [number for number in kept if type(tensors[number]()) not in (type(None), Tensor)]
@@ -122,10 +109,10 @@ def disown(program: Program, tensors: list[Reference], variables: Sequence[Var])
     for number in strays:
         tensor, var = cast("Any", tensors[number]()), variables[number]
         tensor.__class__ = Stray
-        tensor._var = var
-        none = partial(_without_values, program.function, var, sites.get(var))
-        tensor._compute = _Value(program, var, none) if var.storage in fixed else partial(_refuse, none)
-    return not strays
+        tensor._var, tensor._known = var, None
+        tensor._program = None if var.storage in given else program
+        tensor._none = partial(_without_values, program.function, var, sites.get(var))
+    return bool(kept) and not strays
 
 
 def _give_values(
@@ -146,42 +133,8 @@ def _give_values(
         tensors[number] = weakref.ref(tensor)
 
 
-def _unchanging(program: Program) -> set[int]:
-    """Return the storages whose values are those of constants, or made, and not of the state or of inputs."""
-    found = {var.storage for var in (*program.slots, *program.inputs)}
-    made = {constant.var.storage for constant in program.constants}
-    for instr in program.instrs:
-        written = {var.storage for var in (*instr.outputs(), *instr.writes)}
-        made |= written
-        if any(var.storage in found for var in instr.inputs()):
-            found |= written
-    return made - found
-
-
 def _nothing() -> None:
     """Stand for a weak reference to what is gone."""
-
-
-class _Value:
-    """The value of a variable, computed once; an error if it has none."""
-
-    def __init__(self, program: Program, var: Var, none: Callable[[], SideEffectError]) -> None:
-        self._of: tuple[Program, Var] | None = (program, var)
-        self._none = none
-        self._known: Tensor | None = None
-
-    def __call__(self) -> Tensor:
-        if self._known is None:
-            assert self._of is not None
-            self._known = value_of(*self._of)
-            if self._known is None:
-                raise self._none()
-            self._of = None  # the program may hold much else
-        return self._known
-
-
-def _refuse(error: Callable[[], SideEffectError]) -> NoReturn:
-    raise error()
 
 
 def _without_values(function: str, var: Var, site: Location | None) -> SideEffectError:

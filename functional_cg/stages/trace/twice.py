@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -12,11 +13,14 @@ from torch import Tensor
 from ...errors import BakedValueError
 from ...messages.source import Location
 from ...state.arena import BufferSpec
+from ...tensors.numbering import Numbers
 from ...tree import path_string
-from ..program import Instr, Program, Var, live, map_vars
+from ..program import Constant, Instr, Program, Var
 from ..sub_programs import SubProgram, calls_of
 
 __all__ = ["refuse_another_call", "refuse_another_literal", "refuse_another_result", "refuse_another_start"]
+
+_STORAGE = attrgetter("storage")
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -85,58 +89,51 @@ def refuse_another_literal(first: Program, number: int, value: Tensor, site: Loc
 
 
 def refuse_another_start(cold: Program, warm: Program, tables: Mapping[Var, Var]) -> None:
-    """Raise if a run that filled caches did more than that: it makes the same calls as later runs, and the tables.
+    """Raise if a run that filled caches returns anything else than a later run, which finds the tables there.
 
     Args:
       cold: The run that filled them.
       warm: A later run.
-      tables: By its variable in the first run, the constant that a table is in the later one.
+      tables: By the constant that a table is in the later run, its variable in the first one.
     Raises:
-      BakedValueError: If the rest differs.
+      BakedValueError: Naming what differs.
     """
-    twins = dict(tables)
-    for one, other in ((cold.slots, warm.slots), (cold.inputs, warm.inputs)):
-        twins |= dict(zip(one, other, strict=True))
-    results = [*cold.new_state, *cold.results]
-    calls, used = live(_besides(calls_of(cold.instrs), set(tables), results), results)
-    others, used_again = live(calls_of(warm.instrs), [*warm.new_state, *warm.results])
-    literals = [one for one in cold.constants if one.var in used - tables.keys()]
-    again = [one for one in warm.constants if one.var in used_again - {*tables.values()}]
-    twins |= {
-        one.var: other.var for one, other in zip(literals, again, strict=False) if one.holds(other.value)
-    }
-
-    def renamed(value: Any) -> Any:
-        return map_vars(lambda var: twins.get(var, var), value)
-
-    for call, then in zip_longest(calls, others):
-        if call is None or then is None or call.op is not then.op:
-            raise _difference(warm.function, call, then)
-        given = (renamed(call.args), {name: renamed(value) for name, value in call.kwargs.items()})
-        specs = [[var.spec for var in one.outputs()] for one in (call, then)]
-        if specs[0] != specs[1] or not _same(given, (then.args, then.kwargs)):
-            raise _difference(warm.function, call, then)
-        twins |= dict(zip(call.outputs(), then.outputs(), strict=True))
-    returned = renamed(cold.new_state), renamed(cold.outputs)
-    if cold.output_def != warm.output_def or not _same(returned, (warm.new_state, warm.outputs)):
-        raise _difference(warm.function, None, None)
+    first = _numbered(cold, cold.constants, Numbers(Var, _STORAGE))
+    later = Numbers(Var, _STORAGE, first.known)
+    for constant, table in tables.items():
+        later.name(constant, first.of(table))
+    _numbered(warm, cold.constants, later)
+    pairs = list(zip_longest(_returned(cold, first), _returned(warm, later)))
+    if cold.output_def != warm.output_def or not all(_same(one, other) for one, other in pairs):
+        raise BakedValueError.of(
+            warm.function,
+            "returns something else when it fills a cache than when it finds it filled.",
+            rows=[str((one or other)[0]) for one, other in pairs if not _same(one, other)],
+            why="Replay would repeat what a later call computes.",
+            fix="fill the cache before the first call of the step, by a call of the function that fills it.",
+        )
 
 
-def _besides(calls: Sequence[Instr], tables: Set[Var], results: Sequence[Var]) -> list[Instr]:
-    """Return the calls but those that only serve to make the tables."""
-    wanted, making = {var.storage for var in tables}, set[int]()
-    readers: dict[Var, list[int]] = {}
-    for number in reversed(range(len(calls))):
-        for var in calls[number].inputs():
-            readers.setdefault(var, []).append(number)
-        if wanted.intersection(var.storage for var in (*calls[number].outputs(), *calls[number].writes)):
-            making.add(number)
-            wanted.update(var.storage for var in calls[number].inputs())
-    for number in sorted(making, reverse=True):
-        made = [var for var in calls[number].outputs() if var not in tables]
-        if any(var in results or not making.issuperset(readers.get(var, ())) for var in made):
-            making.remove(number)  # its result is used otherwise, too
-    return [call for number, call in enumerate(calls) if number not in making]
+def _numbered(program: Program, constants: Sequence[Constant], numbers: Numbers) -> Numbers:
+    """Number the values of a program; what it is given has the numbers of the run that has these constants."""
+    for place, var in enumerate((*program.slots, *program.inputs)):
+        numbers.name(var, numbers.number(place))
+    for one in program.constants:
+        twin = next((other for other in constants if other.holds(one.value)), None)
+        if twin is not None:
+            numbers.name(one.var, numbers.number(twin))
+    for instr in calls_of(program.instrs):
+        numbers.call(instr.op, instr.args, instr.kwargs, instr.outputs(), instr.writes)
+    return numbers
+
+
+def _returned(program: Program, numbers: Numbers) -> list[tuple[str, Any]]:
+    """Return what leaves a step by name: the numbers of tensors, and other values."""
+    named: list[tuple[str, Any]] = list(zip(program.slot_names, program.new_state, strict=False))
+    paths = [path_string(path, "metrics") for path in program.output_paths]
+    named += zip(paths, program.outputs, strict=True)
+    named += ((str(report), one) for report in program.reports for one in report.values)
+    return [(name, numbers.of(one) if isinstance(one, Var) else one) for name, one in named]
 
 
 def refuse_another_result(first: Program, second: Program) -> None:
