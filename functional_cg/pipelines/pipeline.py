@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -30,7 +30,7 @@ from .actions import Table
 from .execution import Worker
 from .gradients import gradients, results
 from .links import Links
-from .model import described
+from .order import described
 from .placing import Staged, holders_of
 from .schedules import NAMES, forward_of, table_of
 from .stages import Layout, Rehearsal, rehearse
@@ -58,9 +58,6 @@ class Pipeline(metaclass=Documented):
     microbatches: int
     links: Links
     groups: Mapping[tuple[int, ...], str]
-    # By the number of stages: each is proven once, and run in the model once for each kind of call.
-    _tables: dict[int, Table] = field(default_factory=dict, repr=False, compare=False)
-    _said: dict[tuple[int, bool], str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def stages(self) -> Axis:
@@ -140,10 +137,7 @@ class Pipeline(metaclass=Documented):
         return Staged(self.mesh, stage, reading, holders_of(self.mesh, readers, self.links.for_sets(shared)))
 
     def _table(self, found: Rehearsal) -> Table:
-        stages = len(found.stages)
-        if stages not in self._tables:
-            self._tables[stages] = table_of(self.schedule, self.stages.size, self.microbatches, stages)
-        return self._tables[stages]
+        return table_of(self.schedule, self.stages.size, self.microbatches, len(found.stages))
 
     def cut(self, tree: T) -> T:
         """Begin the next stage of a loss with these values: they are what is sent to its rank.
@@ -237,9 +231,7 @@ class Pipeline(metaclass=Documented):
         layouts = list(map(_layout_of, flat))
         found = self._rehearsed(name, call, layouts, slices, key, has_aux=has_aux, forward_only=forward_only)
         table = forward_of(self._table(found)) if forward_only else self._table(found)
-        if (kind := (table.stages, forward_only)) not in self._said:
-            self._said[kind] = f"{self}, {described(table)}"
-        announce(self._said[kind])
+        announce(f"{self}, {described(table)}")
         _refuse_elsewhere(name, found, table, flat, given.treedef, self.stages)
         with torch.no_grad():
             value, grads = self._worked(found, table, flat, slices, key, dtype)
