@@ -54,11 +54,11 @@ PIPELINES = (
         "the gradients of weights of the last micro-batch are left out",
         (
             (
-                "        self.sums.add(stage, self.sums.grads, grads)\n",
+                '        self._add(stage, "gradients", self._grads, grads)\n',
                 (
                     "        last = action.microbatch == self._table.microbatches - 1\n"
                     '        if not (last and action.kind == "W"):\n'
-                    "            self.sums.add(stage, self.sums.grads, grads)\n"
+                    '            self._add(stage, "gradients", self._grads, grads)\n'
                 ),
             ),
         ),
