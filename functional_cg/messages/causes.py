@@ -118,10 +118,7 @@ def _missing_key(site: Site, error: BaseException) -> str:
 
 def _assigned(site: Site) -> tuple[list[ast.expr], ast.Call] | None:
     """Return targets and value of a call whose result the line unpacks."""
-    node = site.node
-    while node is not None and not isinstance(node, ast.stmt):
-        node = site.up(node)
-    match node:
+    match site.statement():
         case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Call() as call):
             return targets, call
     return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
@@ -49,9 +48,7 @@ def _mean(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tens
     return _sum(local, placement, named) / placement.numel
 
 
-def _extreme(
-    local: Tensor, placement: Placement, named: Mapping[str, Any], op: Literal["max", "min"] = "max"
-) -> Tensor:
+def _extreme(local: Tensor, placement: Placement, op: Literal["max", "min"]) -> Tensor:
     """Return the largest or smallest value over the ranks; NaN if any rank has NaN, which collectives may ignore."""
     sign, floating = 1 if op == "max" else -1, local.is_floating_point()
     limits = (
@@ -64,11 +61,16 @@ def _extreme(
     return _largest(value, lambda both: _across(both, placement, op), sign)
 
 
-_min = partial(_extreme, op="min")
+def _max(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
+    return _extreme(local, placement, "max")
+
+
+def _min(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
+    return _extreme(local, placement, "min")
 
 
 def _any(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
-    return _extreme((local != 0).to(torch.int32), placement, named) != 0
+    return _max((local != 0).to(torch.int32), placement, named) != 0
 
 
 def _all(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
@@ -143,9 +145,9 @@ REDUCTIONS: Mapping[str, Reduction] = MappingProxyType(
     {
         "aten::sum": _sum,
         "aten::mean": _mean,
-        "aten::amax": _extreme,
+        "aten::amax": _max,
         "aten::amin": _min,
-        "aten::max": _extreme,
+        "aten::max": _max,
         "aten::min": _min,
         "aten::any": _any,
         "aten::all": _all,
