@@ -159,14 +159,18 @@ class Worker:
         owners = self._table.owners
         box = send if owners[send.stage] != owners[send.other_end.stage] else send.other_end
         given = [values[var] for var in made]
-        self._boxes[box] = repeated((stage, send.kind, "packed"), _packed, given, 0)
+        self._boxes[box] = repeated(
+            (stage, send.kind, "packed"), lambda tensors: [one.contiguous() for one in tensors], given, 0
+        )
 
     def _arrived(self, action: Action, kind: Literal["RECV_F", "RECV_B"]) -> list[Any]:
         """Return what a computation gets from another stage."""
         receive = Action(action.stage, kind, action.microbatch)
         values = self._boxes.pop(receive, [])
         if receive in self._launched:
-            values = repeated((action.stage, kind, "arrived"), _waited_for, values, 0)
+            values = repeated(
+                (action.stage, kind, "arrived"), lambda tensors: [*map(transfers.wait, tensors)], values, 0
+            )
         for send in self._arrivals.get(action, ()):
             self._end_send(send)
         return values
@@ -209,14 +213,6 @@ class Worker:
         if sent := self._sent.pop(action, None):
             given = [self._token, *(one for pair in sent for one in pair)]
             (self._token,) = repeated((action.stage, action.kind, "sent"), _ended, given, 0)
-
-
-def _packed(tensors: list[Tensor]) -> list[Tensor]:
-    return [one.contiguous() for one in tensors]
-
-
-def _waited_for(tensors: list[Tensor]) -> list[Tensor]:
-    return list(map(transfers.wait, tensors))
 
 
 def _ended(tensors: list[Tensor]) -> list[Tensor]:

@@ -11,7 +11,7 @@ from .actions import COSTS, TRANSFER, Action, Table, read_rows
 from .order import ends_of, prove, with_transfers
 from .torch_tables import TORCH_NAMES, torch_rows
 
-__all__ = ["NAMES", "edges_of", "forward_of", "table_of", "text_of"]
+__all__ = ["NAMES", "edges_of", "fewest_stages", "forward_of", "table_of", "text_of"]
 
 NAMES = ("gpipe", "1f1b", *TORCH_NAMES)
 
@@ -109,7 +109,7 @@ def forward_of(table: Table) -> Table:
     return found
 
 
-def edges_of(schedule: str, ranks: int) -> list[tuple[int, int]]:
+def edges_of(schedule: str, ranks: int) -> tuple[tuple[int, int], ...]:
     """Return the pairs of ranks (from, to) between which a schedule sends, whatever the number of stages.
 
     Raises:
@@ -117,16 +117,18 @@ def edges_of(schedule: str, ranks: int) -> list[tuple[int, int]]:
       ValueError: If there is no such schedule.
     """
     if ranks == 1:
-        return []
+        return ()
+    stages, microbatches = fewest_stages(schedule, ranks), 2 * ranks
     if schedule not in NAMES:
-        rows = _rows_of_the_user(schedule)
-        stages = 1 + max((action.stage for action in chain(*rows)), default=0)
-        count = 1 + max((action.microbatch for action in chain(*rows)), default=0)
-        return list(table_of(schedule, ranks, count, stages).edges)
-    nearby = {(rank, rank + 1) for rank in range(ranks - 1)}
-    if schedule in ("interleaved", "zero_bubble", "looped_bfs"):
-        nearby.add((ranks - 1, 0))
-    return sorted(nearby | {(target, source) for source, target in nearby})
+        actions = [*chain(*_rows_of_the_user(schedule))]
+        stages = 1 + max((action.stage for action in actions), default=0)
+        microbatches = 1 + max((action.microbatch for action in actions), default=0)
+    return table_of(schedule, ranks, microbatches, stages).edges
+
+
+def fewest_stages(schedule: str, ranks: int) -> int:
+    """Return how many stages a schedule has at least."""
+    return ranks if schedule in ("gpipe", "1f1b") else 2 * ranks
 
 
 def _rows_of_the_user(schedule: str) -> Sequence[Sequence[Action]]:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from ..messages.html import colors
 from ..pipelines.actions import COSTS, Table
 from ..pipelines.order import efficiency, ends_of
-from ..pipelines.schedules import table_of, text_of
+from ..pipelines.schedules import fewest_stages, table_of, text_of
 
 __all__ = ["schedule"]
 
@@ -47,9 +47,9 @@ def schedule(
       >>> report.schedule("1f1b", ranks=2, microbatches=4).get_title()
       '1f1b: 2 stages on 2 ranks, at best 86% busy'
     """
-    if stages is None:
-        stages = ranks if rows in ("gpipe", "1f1b") else 2 * ranks
-    table = table_of(text_of(rows), ranks, microbatches, stages)
+    text = text_of(rows)
+    stages = stages or fewest_stages(text, ranks)
+    table = table_of(text, ranks, microbatches, stages)
     ax = ax or plt.subplots(figsize=(10, 0.5 * ranks + 1.4), layout="constrained")[1]
     _draw(ax, table)
     ax.set(

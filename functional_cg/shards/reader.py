@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -340,7 +341,7 @@ def gathered(leaves: Sequence[Tensor]) -> list[Tensor]:
 def all_of(leaf: Sharded) -> Tensor:
     """Gather one leaf by itself, immediately, in its own dtype and without gradients."""
     with torch.no_grad():
-        return whole(gathered([Sharded(leaf.local, leaf.placement.without_reading())])[0])
+        return whole(gathered([Sharded(leaf.local, replace(leaf.placement, reading=None))])[0])
 
 
 def _handed(leaves: Sequence[Tensor], variables: Sequence[Tensor], read: _Read) -> list[Tensor]:
