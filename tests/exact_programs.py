@@ -23,8 +23,9 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg.stages.lower.compiled import lower
 from functional_cg.testing import assert_no_alias, assert_trees_all_close
-from functional_cg.testing.strategies import StepProgram, exact_step_fns
+from functional_cg.testing.strategies import StepProgram
 from tests.compiled_graphs import lower_as_on_a_gpu
+from tests.exact_steps import exact_step_fns
 from tests.gated import gated
 from tests.overwritten import overwritten
 from tests.shares import CALLS

@@ -14,6 +14,7 @@ from functional_cg.testing import assert_replay_equals_eager
 from functional_cg.testing import strategies as fst
 from tests.compiled_graphs import compiled, compiled_once, lower_as_on_a_gpu
 from tests.exact_programs import EXACT, drawn, found, together
+from tests.exact_steps import exact_step_fns
 from tests.gated import found_before, gated
 from tests.overwritten import overwritten
 from tests.shares import THOROUGH, share
@@ -27,7 +28,7 @@ FORGETS_ORDER = torch.__version__ < "2.12"
 def test_exact_programs_compiled(compiled_on: str) -> None:
     """Every number of sixteen calls is that of the eager run; several programs are compiled at a time."""
     as_on_a_gpu = captures.lower is lower_as_on_a_gpu
-    programs = share(drawn(24, 0, fst.exact_step_fns()), 2, compiled_on)
+    programs = share(drawn(24, 0, exact_step_fns()), 2, compiled_on)
     texts = [text for text in found(programs, compiled_on, 12, 0) if text]
     known = FORGETS_ORDER and as_on_a_gpu and len(texts) == 1 and "MiscompileError" in texts[0]
     assert texts == [] or known
@@ -60,7 +61,7 @@ def test_no_random_program_is_refused_for_its_rounding(compiled_on: str) -> None
 @compiled
 def test_the_law_for_users_compiled(compiled_on: str) -> None:
     """:func:`assert_replay_equals_eager` of a compiled step."""
-    for program in drawn(3, 1, fst.exact_step_fns()):
+    for program in drawn(3, 1, exact_step_fns()):
         state = fcg.tree.map(lambda leaf: leaf.to(compiled_on), program.state)
         inputs = [torch.randint(-8, 9, program.x.shape).to(compiled_on, program.x.dtype) for _ in range(16)]
         assert_replay_equals_eager(fcg.graph_step(program, lowering="inductor"), state, inputs, rtol=EXACT)
@@ -74,4 +75,4 @@ def test_the_law_notices_a_compiler_that_is_off_by_one(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("functional_cg.stages.lower.functions.compile_graph", off_by_one)
     monkeypatch.setattr("functional_cg.step.captures.certify", lambda *given: given[0].certificate)
-    assert any(text.startswith("program ") for text in found(drawn(4, 0, fst.exact_step_fns()), "cpu", 4, 0))
+    assert any(text.startswith("program ") for text in found(drawn(4, 0, exact_step_fns()), "cpu", 4, 0))

@@ -17,7 +17,8 @@ from functional_cg import CaptureError
 from functional_cg.stages.branches.listing import Place, Timeline, listed
 from functional_cg.stages.branches.races import refuse_races
 from functional_cg.stages.branches.units import Unit, fixed_by, predecessors
-from functional_cg.testing.strategies import StepProgram, exact_step_fns
+from functional_cg.testing.strategies import StepProgram
+from tests.exact_steps import exact_step_fns
 from tests.shares import THOROUGH
 
 # A slot s, an input x; temporaries 1 and 2 are made of them, and 2 becomes the new s.

@@ -88,15 +88,7 @@ def _lets_pass(site: Site, manager: ast.expr) -> bool:
     catching = ast.Try | ast.TryStar | ast.With | ast.AsyncWith
     made = hasattr(made_by, "__wrapped__") and inspect.isgeneratorfunction(made_by.__wrapped__)
     return made and not any(
-        getattr(node, "handlers", ())
-        or getattr(node, "items", ())
-        or _returns(getattr(node, "finalbody", []))
+        getattr(node, "handlers", ()) or getattr(node, "items", ()) or _leaves(getattr(node, "finalbody", []))
         for node in ast.walk(function)
         if isinstance(node, catching)
-    )
-
-
-def _returns(body: list[ast.stmt]) -> bool:
-    return any(
-        isinstance(node, ast.Return | ast.Break | ast.Continue) for part in body for node in ast.walk(part)
     )

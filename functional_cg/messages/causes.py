@@ -118,10 +118,7 @@ def _missing_key(site: Site, error: BaseException) -> str:
 
 def _assigned(site: Site) -> tuple[list[ast.expr], ast.Call] | None:
     """Return targets and value of a call whose result the line unpacks."""
-    node = site.node
-    while node is not None and not isinstance(node, ast.stmt):
-        node = site.up(node)
-    match node:
+    match site.statement():
         case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Call() as call):
             return targets, call
     return None
@@ -304,11 +301,8 @@ def _shapes(site: Site | None, error: BaseException) -> str:
         path, part, given = module
         where = f"`{path}`, {part!r}," if path else f"{part!r}"
         entries = raised_in(error)
-        own = entries and not is_installed(entries[-1].tb_frame.f_code.co_filename)
-        fits = _fitting(part, given) if own else ""
-        return f"{where} was given {_shown(given)}" + (
-            f": make it `{fits}`" if fits else f": {_wanted(part)}"
-        )
+        own = bool(entries) and not is_installed(entries[-1].tb_frame.f_code.co_filename)
+        return f"{where} was given {_shown(given)}: {_fitting(part, given, own=own)}"
     tensors = {name: value for name, value in _values(site) if isinstance(value, Tensor)}
     shown = " and ".join(f"`{name}` is {_shown(value)}" for name, value in tensors.items())
     return f"make the shapes fit: {shown}" if shown else ""
@@ -318,19 +312,18 @@ def _shown(tensor: Tensor) -> str:
     return f"a tensor of shape {list(tensor.shape)}"
 
 
-def _fitting(part: nn.Module, given: Tensor) -> str:
-    if isinstance(part, nn.Linear) and given.ndim:
-        return f"nn.Linear({given.shape[-1]}, {part.out_features})"
-    if isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d) and given.ndim > 1:
-        return f"nn.{type(part).__name__}({given.shape[1]}, {part.out_channels}, {part.kernel_size})"
-    return ""
-
-
-def _wanted(part: nn.Module) -> str:
-    if isinstance(part, nn.Linear):
-        return f"pass an input whose last dimension is {part.in_features}"
-    if isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        return f"pass an input of {part.in_channels} channels, [batch, channels, ...]"
+def _fitting(part: nn.Module, given: Tensor, *, own: bool) -> str:
+    """Return how a module and its input would fit: by another module if the user has made it, else by another input."""
+    match part:
+        case nn.Linear() if own and given.ndim:
+            return f"make it `nn.Linear({given.shape[-1]}, {part.out_features})`"
+        case nn.Linear():
+            return f"pass an input whose last dimension is {part.in_features}"
+        case nn.Conv1d() | nn.Conv2d() | nn.Conv3d() if own and given.ndim > 1:
+            made = f"nn.{type(part).__name__}({given.shape[1]}, {part.out_channels}, {part.kernel_size})"
+            return f"make it `{made}`"
+        case nn.Conv1d() | nn.Conv2d() | nn.Conv3d():
+            return f"pass an input of {part.in_channels} channels, [batch, channels, ...]"
     return "pass an input of the shape that it takes"
 
 

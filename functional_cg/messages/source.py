@@ -25,7 +25,6 @@ __all__ = [
     "at_here",
     "frames",
     "here",
-    "is_generated",
     "is_installed",
     "is_user_file",
     "own_frame",
@@ -57,6 +56,7 @@ _STANDARD = tuple(_standard_library())
 _INSTALLED = tuple(path + name for path in _STANDARD for name in ("site-packages", "dist-packages"))
 
 
+@functools.cache
 def is_user_file(filename: str) -> bool:
     """Whether code from `filename` is the user's rather than a library's."""
     if filename.startswith(_LIBRARIES):
@@ -83,11 +83,6 @@ def _home_of(filename: str) -> str:
     return ""
 
 
-def is_generated(filename: str) -> bool:
-    """Whether code that a user's calls is generated, such as a dataclass's methods, and not the user's, too."""
-    return filename == "<string>"
-
-
 def frames(frame: FrameType | None) -> Iterator[FrameType]:
     """Yield a frame and those around it, outwards."""
     while frame is not None:
@@ -95,10 +90,17 @@ def frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def user_frame(frame: FrameType | None = None) -> FrameType | None:
-    """Return the innermost frame of user code, from `frame` (default: the caller's) outwards."""
-    around = frames(sys._getframe(1) if frame is None else frame)
-    return next((one for one in around if is_user_file(one.f_code.co_filename)), None)
+def user_frame(frame: FrameType | None = None, until: CodeType | None = None) -> FrameType | None:
+    """Return the innermost frame of user code, from `frame` (default: the caller's) outwards.
+
+    Args:
+      frame: Where to begin.
+      until: Code of the frame at which to stop and return None.
+    """
+    inner = itertools.takewhile(
+        lambda one: one.f_code is not until, frames(sys._getframe(1) if frame is None else frame)
+    )
+    return next((one for one in inner if is_user_file(one.f_code.co_filename)), None)
 
 
 def own_frame(frame: FrameType | None) -> FrameType | None:
@@ -112,7 +114,8 @@ def raised_in(error: BaseException) -> list[TracebackType]:
     traceback = error.__traceback__
     while traceback is not None:
         name = traceback.tb_frame.f_code.co_filename
-        if is_user_file(name) and not (found and is_generated(name)):
+        # What is generated for the user's code, such as the methods of a dataclass, is not the user's, too.
+        if is_user_file(name) and not (found and name == "<string>"):
             found.append(traceback)
         traceback = traceback.tb_next
     return found
@@ -174,33 +177,19 @@ def _cell(filename: str) -> str | None:
 
 
 class Locator:
-    """Finds the line of user code for each op of a trace; caches what it learns about files and lines."""
+    """Finds the line of user code for each op of a trace; caches what it learns about lines."""
 
-    __slots__ = ("_files", "_lines")
+    __slots__ = ("_lines",)
 
     def __init__(self) -> None:
-        self._files: dict[str, bool] = {}
         self._lines: dict[tuple[str, CodeType, int], Location] = {}
 
     def locate(self, frame: FrameType | None = None, until: CodeType | None = None) -> Location | None:
-        """Return the line of the innermost user frame, from `frame` (default: the caller's) outwards.
-
-        Args:
-          frame: Where to begin.
-          until: Code of the frame at which to stop and return None.
-        """
-        found: FrameType | None = sys._getframe(1) if frame is None else frame
-        files = self._files
-        while found is not None and found.f_code is not until:
-            name = found.f_code.co_filename
-            user = files.get(name)
-            if user is None:
-                user = files[name] = is_user_file(name)
-            if user:
-                key = (name, found.f_code, found.f_lasti)  # equal code may be in two files
-                location = self._lines.get(key)
-                if location is None:
-                    location = self._lines[key] = Location(name, found.f_lineno, _function(found.f_code))
-                return location
-            found = found.f_back
-        return None
+        """Return the line of the innermost user frame; arguments as for :func:`user_frame`."""
+        found = user_frame(sys._getframe(1) if frame is None else frame, until)
+        if found is None:
+            return None
+        key = (found.f_code.co_filename, found.f_code, found.f_lasti)  # equal code may be in two files
+        if key not in self._lines:
+            self._lines[key] = Location(key[0], found.f_lineno, _function(found.f_code))
+        return self._lines[key]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
 from types import MappingProxyType
 from typing import Literal, cast
 
-__all__ = ["COSTS", "TRANSFER", "Action", "Kind", "Table", "read_rows"]
+__all__ = ["COSTS", "TRANSFER", "Action", "Table", "read_rows"]
 
-Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+_Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 
 # How long computations and a transfer take, roughly, in forwards of a stage.
 COSTS = MappingProxyType({"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0})
@@ -32,7 +33,7 @@ class Action:
     """
 
     stage: int
-    kind: Kind
+    kind: _Kind
     microbatch: int
 
     def __str__(self) -> str:
@@ -52,7 +53,7 @@ class Action:
                 "To fix: the stage, what it does (F, B, I, W, SEND_F, RECV_F, SEND_B or RECV_B) and the micro-batch, "
                 "`2F0`."
             )
-        return cls(int(found[1]), cast("Kind", found[2]), int(found[3]))
+        return cls(int(found[1]), cast("_Kind", found[2]), int(found[3]))
 
     @property
     def sends(self) -> bool:
@@ -71,44 +72,58 @@ class Action:
         """The action of the other rank that a transfer meets."""
         step = 1 if self.kind in ("SEND_F", "RECV_B") else -1
         ends = {"SEND_F": "RECV_F", "RECV_F": "SEND_F", "SEND_B": "RECV_B", "RECV_B": "SEND_B"}
-        return Action(self.stage + step, cast("Kind", ends[self.kind]), self.microbatch)
+        return Action(self.stage + step, cast("_Kind", ends[self.kind]), self.microbatch)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Table:
-    """A schedule: one row of actions for each rank.
+    """A schedule: one row of actions for each rank. All other modules ask it which action depends on which.
 
     Attributes:
       name: Name of the schedule.
       rows: The actions of each rank, in order.
       microbatches: Number of micro-batches.
-      stages: Number of stages.
-      owners: The rank of each stage.
-      actions: All actions of all ranks.
-      forward_only: Whether nothing is computed backward.
     """
 
     name: str
     rows: tuple[tuple[Action, ...], ...]
     microbatches: int
-    stages: int = field(init=False)
-    owners: tuple[int, ...] = field(init=False)
-    actions: frozenset[Action] = field(init=False, repr=False, compare=False)
-    forward_only: bool = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        found = {
-            action.stage: rank for rank, row in enumerate(self.rows) for action in row if action.kind == "F"
-        }
-        object.__setattr__(self, "actions", frozenset(action for row in self.rows for action in row))
-        forward_only = all(action.kind in _FORWARD for action in self.actions)
-        object.__setattr__(self, "forward_only", forward_only)
-        object.__setattr__(self, "stages", 1 + max(found, default=-1))
-        object.__setattr__(self, "owners", tuple(found.get(stage, -1) for stage in range(self.stages)))
 
     def __str__(self) -> str:
         """Return the rows as text, one line per rank; :func:`read_rows` reads it."""
         return "\n".join(",".join(map(str, row)) for row in self.rows)
+
+    @cached_property
+    def actions(self) -> frozenset[Action]:
+        """All actions of all ranks."""
+        return frozenset(chain(*self.rows))
+
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """The rank of each stage; -1 for a stage without a forward."""
+        found = {one.stage: rank for rank, row in enumerate(self.rows) for one in row if one.kind == "F"}
+        return tuple(found.get(stage, -1) for stage in range(1 + max(found, default=-1)))
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.owners)
+
+    @cached_property
+    def forward_only(self) -> bool:
+        """Whether nothing is computed backward."""
+        return all(action.kind in _FORWARD for action in self.actions)
+
+    @cached_property
+    def computations(self) -> Table:
+        """The same table without transfers."""
+        rows = tuple(tuple(action for action in row if action.computes) for row in self.rows)
+        return replace(self, rows=rows)
+
+    @cached_property
+    def has_transfers(self) -> bool:
+        """Whether it says when something is sent or received."""
+        return not all(action.computes for action in self.actions)
 
     def crosses(self, stage: int) -> bool:
         """Whether what a stage hands to the next one goes to another rank."""
@@ -122,19 +137,54 @@ class Table:
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
         """All pairs of ranks (from, to) between which something is sent, sorted."""
-        return tuple(sorted({self.edge(action) for row in self.rows for action in row if action.sends}))
+        return tuple(sorted({self.edge(action) for action in self.actions if action.sends}))
+
+    def needs(self, action: Action) -> list[Action]:
+        """Return the computations whose results a computation needs, on any rank."""
+        stage, microbatch = action.stage, action.microbatch
+        if action.kind == "F":
+            return [Action(stage - 1, "F", microbatch)] if stage else []
+        if action.kind == "W":
+            return [Action(stage, "I", microbatch)]
+        behind = [self._backward(stage + 1, microbatch)] if stage < self.stages - 1 else []
+        return [Action(stage, "F", microbatch), *behind]
+
+    def send(self, action: Action) -> Action | None:
+        """Return what sends the result of a computation to another rank; None if no other rank needs it."""
+        if action.kind == "F" and self.crosses(action.stage):
+            return Action(action.stage, "SEND_F", action.microbatch)
+        if action.kind in ("B", "I") and self.crosses(action.stage - 1):
+            return Action(action.stage, "SEND_B", action.microbatch)
+        return None
+
+    def sent(self, send: Action) -> Action:
+        """Return the computation whose result is sent."""
+        return self._computation(send.stage, send)
+
+    def reader(self, send: Action) -> Action:
+        """Return the computation of the other rank that needs what is sent."""
+        return self._computation(send.other_end.stage, send)
+
+    def _computation(self, stage: int, transfer: Action) -> Action:
+        if transfer.kind == "SEND_F":
+            return Action(stage, "F", transfer.microbatch)
+        return self._backward(stage, transfer.microbatch)
+
+    def _backward(self, stage: int, microbatch: int) -> Action:
+        whole = Action(stage, "B", microbatch)
+        return whole if whole in self.actions else Action(stage, "I", microbatch)
 
 
-def read_rows(text: str | Iterable[str | Sequence[str]]) -> Iterator[tuple[Action, ...]]:
-    """Yield the row of each rank from text, one line per rank, or from lists of texts; entries may be empty.
+def read_rows(text: str) -> tuple[tuple[Action, ...], ...]:
+    """Return the row of each rank from text, one line per rank; entries may be empty.
 
     What torch's tables have beside compute and transfers, such as ``0REDUCE_GRAD``, is left out.
     """
-    lines = text.strip().splitlines() if isinstance(text, str) else text
-    for line in lines:
-        entries = line.split(",") if isinstance(line, str) else line
-        yield tuple(
+    return tuple(
+        tuple(
             Action.read(entry)
-            for entry in map(str.strip, entries)
+            for entry in map(str.strip, line.split(","))
             if entry and not entry.endswith(("UNSHARD", "RESHARD", "REDUCE_GRAD"))
         )
+        for line in text.strip().splitlines()
+    )

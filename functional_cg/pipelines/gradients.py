@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from ..shards.mesh import Axis
 from ..shards.placement import Holders
 from ..shards.reader import Source, like_leaf, variable_of
 from ..shards.tensor import Sharded
+from ..state.arena import BufferSpec
 from .actions import Table
 from .stages import Rehearsal
 
@@ -30,51 +31,37 @@ def gradients(
 
     A leaf that several stages read gets the sum of their gradients, the last stage's first, wherever they run.
     """
-    return [_gradient(found, table, sums, number, leaf, dtype) for number, leaf in enumerate(leaves)]
 
+    def gradient(number: int, leaf: Tensor) -> Tensor:
+        holders = leaf.placement.holders if isinstance(leaf, Sharded) else None
+        variable, total = variable_of(leaf), None
+        if holders is None or holders.here:
+            stages = [n for n in reversed(range(table.stages)) if number in found.stages[n].grads]
+            parts = [sums.get((n, number)) for n in stages]
+            total = _summed(parts, holders, found.params[number].spec, dtype)
+        if total is None:
+            return torch.zeros_like(variable, dtype=dtype or variable.dtype)
+        total = total / table.microbatches
+        return Source(leaf, variable).reduce(total, dtype) if isinstance(leaf, Sharded) else total
 
-def _gradient(
-    found: Rehearsal,
-    table: Table,
-    sums: Mapping[tuple[int, int], Tensor],
-    number: int,
-    leaf: Tensor,
-    dtype: torch.dtype | None,
-) -> Tensor:
-    holders = leaf.placement.holders if isinstance(leaf, Sharded) else None
-    variable = variable_of(leaf)
-    if holders is not None and not holders.here:
-        return like_leaf(leaf, torch.zeros_like(variable, dtype=dtype or variable.dtype))
-    stages = [n for n in reversed(range(table.stages)) if number in found.stages[n].grads]
-    total = _summed([(n, sums.get((n, number))) for n in stages], holders, found.params[number], dtype)
-    if total is None:
-        return like_leaf(leaf, torch.zeros_like(variable, dtype=dtype or variable.dtype))
-    total = total / table.microbatches
-    if isinstance(leaf, Sharded):
-        total = Source(leaf, variable).reduce(total, dtype)
-    return like_leaf(leaf, total)
+    return [like_leaf(leaf, gradient(number, leaf)) for number, leaf in enumerate(leaves)]
 
 
 def _summed(
-    parts: Sequence[tuple[int, Tensor | None]],
+    parts: Sequence[Any],
     holders: Holders | None,
-    like: Tensor,
+    like: BufferSpec,
     dtype: torch.dtype | None,
 ) -> Tensor | None:
     """Return the sum of the stages' parts in one order on all ranks; None if there are none."""
-    if holders is None or len(holders.ranks) == 1:
-        mine = [cast("Tensor", part) for _, part in parts]
-    else:
+    if holders is not None and len(holders.ranks) > 1:
         axis = holders.axis
         empty = torch.zeros(like.shape, dtype=dtype or like.dtype, device=like.device)
         if len(parts) == 2:  # a sum of two and of zeros is the same in any order
-            own = next((part for _, part in parts if part is not None), empty)
+            own = next((part for part in parts if part is not None), empty)
             return all_reduce(own, axis)
-        mine = [from_one(empty if part is None else part, axis, here=part is not None) for _, part in parts]
-    total: Tensor | None = None
-    for part in mine:
-        total = part if total is None else total + part
-    return total
+        parts = [from_one(empty if part is None else part, axis, here=part is not None) for part in parts]
+    return sum(parts[1:], start=parts[0]) if parts else None
 
 
 def results(
@@ -82,15 +69,11 @@ def results(
 ) -> list[Tensor]:
     """Return the result of the loss on all ranks: means over micro-batches; sums of integers."""
     out: list[Any] = []
-    for position, like in enumerate(found.results):
+    for position, spec in enumerate(var.spec for var in found.results):
         home = next(n for n, stage in enumerate(found.stages) if position in stage.results)
-        here = table.owners[home] == stages.rank
-        floating = like.is_floating_point()
-        if here:
-            mine = sums[position]
-        else:
-            summed = dtype if dtype is not None and floating else like.dtype
-            mine = torch.zeros(like.shape, dtype=summed, device=like.device)
+        here, own = table.owners[home] == stages.rank, spec.dtype
+        summed = dtype if dtype is not None and own.is_floating_point else own
+        mine = sums[position] if here else torch.zeros(spec.shape, dtype=summed, device=spec.device)
         value = from_one(mine, stages, here=here)
-        out.append(value / table.microbatches if floating or like.is_complex() else value)
+        out.append(value / table.microbatches if own.is_floating_point or own.is_complex else value)
     return out

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import MappingProxyType
 
+import torch
 import torch.distributed as dist
 
 from ..shards.mesh import Axis, Mesh
@@ -40,7 +40,9 @@ class Links:
 
     def of_stages(self) -> list[int]:
         """Return the position of each rank on the stage axis."""
-        return [at[self.place] for at in self._places()]
+        return [
+            place for _, place in sorted((r, place) for row in self._rows() for place, r in enumerate(row))
+        ]
 
     def for_pairs(self, pairs: Iterable[tuple[int, int]]) -> Mapping[tuple[int, ...], str]:
         """Make a process group for each pair of positions (from, to); return the names of this rank's groups.
@@ -63,22 +65,14 @@ class Links:
     def _made(self, some: tuple[int, ...]) -> str:
         """Make the groups of some positions, beside each other; return the name of this rank's, or an empty text."""
         found = ""
-        places = self._places()
-        here = tuple(axis.rank for axis in self.mesh.axes)
-        for beside in sorted({self._beside(at) for at in places}):
-            members = [
-                rank
-                for rank, at in enumerate(places)
-                if at[self.place] in some and self._beside(at) == beside
-            ]
+        for row in self._rows():
+            members = sorted(row[place] for place in some)
             group = dist.new_group(members, timeout=timedelta(seconds=self.mesh.ranks.timeout))
-            if here[self.place] in some and self._beside(here) == beside:
-                found = group.group_name
+            found = group.group_name if self.mesh.rank in members else found
         return found
 
-    def _places(self) -> list[tuple[int, ...]]:
-        return list(itertools.product(*(range(axis.size) for axis in self.mesh.axes)))
-
-    def _beside(self, at: tuple[int, ...]) -> tuple[int, ...]:
-        """Return a position without that on the stage axis."""
-        return at[: self.place] + at[self.place + 1 :]
+    def _rows(self) -> list[list[int]]:
+        """Return the ranks of each pipeline, in the order of their stages."""
+        sizes = [axis.size for axis in self.mesh.axes]
+        ranks = torch.arange(self.mesh.size, device="cpu").view(sizes)
+        return ranks.movedim(self.place, -1).reshape(-1, self.stages.size).tolist()

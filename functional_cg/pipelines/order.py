@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from functools import lru_cache
+from graphlib import CycleError, TopologicalSorter
+from itertools import accumulate, islice, pairwise, product, zip_longest
 
 from ..errors import LayoutError
 from .actions import COSTS, TRANSFER, Action, Table
 
-__all__ = ["arrivals", "in_one_row", "prove", "waits_of", "with_transfers"]
+__all__ = ["arrivals", "described", "efficiency", "ends_of", "prove", "with_transfers"]
 
 
 def with_transfers(table: Table) -> Table:
@@ -22,12 +24,13 @@ def with_transfers(table: Table) -> Table:
     """
     table = _divided(table)
     rows: list[list[Action]] = [[] for _ in table.rows]
-    for action in in_one_row(table):
+    ends = ends_of(table)
+    for action in sorted(ends, key=ends.__getitem__):
         rows[table.owners[action.stage]].append(action)
-        for send in _sends(table, action):
+        if send := table.send(action):
             rows[table.owners[send.stage]].append(send)
             rows[table.owners[send.other_end.stage]].append(send.other_end)
-    return Table(table.name, tuple(map(tuple, rows)), table.microbatches)
+    return replace(table, rows=tuple(map(tuple, rows)))
 
 
 def _divided(table: Table) -> Table:
@@ -38,82 +41,57 @@ def _divided(table: Table) -> Table:
             return [action]
         return [replace(action, kind="I"), replace(action, kind="W")]
 
-    rows = tuple(tuple(half for action in row for half in halves(action)) for row in table.rows)
-    return Table(table.name, rows, table.microbatches)
+    return replace(
+        table, rows=tuple(tuple(half for one in row for half in halves(one)) for row in table.rows)
+    )
 
 
-def in_one_row(table: Table) -> tuple[Action, ...]:
-    """Return the computations of a proven table in the order in which they end, at best."""
-    left = [deque(action for action in row if action.computes) for row in table.rows]
-    ends: dict[Action, float] = {}
-    clocks = [0.0] * len(left)
-    while any(left):
-        for rank, row in enumerate(left):
-            while row and all(need in ends for need in _needs(table, row[0])):
-                action = row.popleft()
-                needs = _needs(table, action)
-                since = max([clocks[rank], *(ends[need] + _takes(table, need, action) for need in needs)])
-                ends[action] = clocks[rank] = since + COSTS[action.kind]
-    return tuple(sorted(ends, key=ends.__getitem__))
-
-
-def _takes(table: Table, need: Action, action: Action) -> float:
-    return TRANSFER if table.owners[need.stage] != table.owners[action.stage] else 0.0
-
-
-def _needs(table: Table, action: Action) -> Iterator[Action]:
-    """Yield the computations whose results a computation needs, on any rank."""
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind == "F":
-        if stage:
-            yield Action(stage - 1, "F", microbatch)
-        return
-    if action.kind == "W":
-        yield Action(stage, "I", microbatch)
-        return
-    yield Action(stage, "F", microbatch)
-    if stage < table.stages - 1:
-        yield _backward_of(table, stage + 1, microbatch)
-
-
-def _backward_of(table: Table, stage: int, microbatch: int) -> Action:
-    whole = Action(stage, "B", microbatch)
-    return whole if whole in table.actions else Action(stage, "I", microbatch)
-
-
-def _sends(table: Table, action: Action) -> Iterator[Action]:
-    if action.kind == "F" and table.crosses(action.stage):
-        yield Action(action.stage, "SEND_F", action.microbatch)
-    if action.kind in ("B", "I") and table.crosses(action.stage - 1):
-        yield Action(action.stage, "SEND_B", action.microbatch)
-
-
-def prove(table: Table, *, transfers: bool = True) -> None:
-    """Raise unless a table is complete, and there is one global order in which all its actions can be done.
+def ends_of(table: Table, transfer: float = TRANSFER) -> dict[Action, float]:
+    """Return when each computation of a proven table ends, at best, in forwards of a stage.
 
     Args:
       table: The table.
-      transfers: Whether it has its transfers.
+      transfer: How long a transfer takes, beside which ranks compute.
+    """
+    ends: dict[Action, float] = {}
+    waits = _waits(table.computations)
+    for action in TopologicalSorter(waits).static_order():
+        away = {one: table.owners[one.stage] != table.owners[action.stage] for one in waits[action]}
+        since = max((ends[one] + transfer * crosses for one, crosses in away.items()), default=0.0)
+        ends[action] = since + COSTS[action.kind]
+    return ends
+
+
+def efficiency(table: Table) -> float:
+    """Return the part of the time in which ranks compute, at best: sending takes no time."""
+    ends = ends_of(table, transfer=0.0)
+    return sum(COSTS[action.kind] for action in ends) / (len(table.rows) * max(ends.values()))
+
+
+@lru_cache(maxsize=64)
+def described(table: Table) -> str:
+    """Describe a table in text: how busy ranks are if a backward takes twice as long as a forward, and its rows."""
+    held = max(_in_flight(row) for row in table.rows) * (not table.forward_only)
+    head = f"{table.stages} stages, at best {efficiency(table):.0%} busy, at most {held} in flight"
+    rows = (" ".join(map(str, row)) for row in table.computations.rows)
+    return "\n".join([head, *(f"  rank {rank}  {row}" for rank, row in enumerate(rows))])
+
+
+def _in_flight(row: tuple[Action, ...]) -> int:
+    """Return how many forwards wait for their backward, at most."""
+    steps = {"F": 1, "B": -1, "W": -1}
+    return max(accumulate(steps.get(action.kind, 0) for action in row), default=0)
+
+
+def prove(table: Table) -> None:
+    """Raise unless a table is complete, and there is one global order in which all its actions can be done.
+
+    Args:
+      table: The table; one without any transfers may still get them.
     Raises:
       LayoutError: With what is missing or double, or with the circle of actions that wait for each other.
     """
-    _refuse_incomplete(table, transfers=transfers)
-    if circle := _circle(waits_of(table, transfers=transfers)):
-        raise LayoutError.of(
-            "",
-            f"sharding.pipeline: the schedule {table.name!r} would wait for ever.",
-            rows=[
-                f"{_place(table, one)}  waits for  {_place(table, other)}"
-                for one, other in zip(circle, [*circle[1:], circle[0]], strict=True)
-            ],
-            why="Each rank works in the order of its row, and a transfer waits for both ranks.",
-            fix="compute first what is needed first; leave the transfers out of the table, and they are placed for it.",
-        )
-
-
-def _refuse_incomplete(table: Table, *, transfers: bool) -> None:
-    """Raise if an action is missing, double, or on another rank than its stage."""
-    if rows := list(_incomplete(table, transfers=transfers)):
+    if rows := list(_incomplete(table)):
         raise LayoutError.of(
             "",
             f"sharding.pipeline: the schedule {table.name!r} is not complete.",
@@ -121,29 +99,36 @@ def _refuse_incomplete(table: Table, *, transfers: bool) -> None:
             why="Each micro-batch passes each stage once forward and once backward, and meets its transfers once.",
             fix="each stage on one rank, with `F` and either `B` or both `I` and `W` of each micro-batch.",
         )
+    try:
+        TopologicalSorter(_waits(table)).prepare()
+    except CycleError as error:
+        places = [f"rank {table.owners[one.stage]}  {one}" for one in reversed(error.args[1])]
+        raise LayoutError.of(
+            "",
+            f"sharding.pipeline: the schedule {table.name!r} would wait for ever.",
+            rows=[f"{one}  waits for  {other}" for one, other in pairwise(places)],
+            why="Each rank works in the order of its row, and a transfer waits for both ranks.",
+            fix="compute first what is needed first; leave the transfers out of the table, and they are placed for it.",
+        ) from None
 
 
-def _incomplete(table: Table, *, transfers: bool) -> Iterator[str]:
+def _incomplete(table: Table) -> Iterator[str]:
     """Yield a line for each action that is missing, double, on a second rank, or strange to the table."""
     if table.stages < len(table.rows):
         yield f"{len(table.rows)} ranks  expected a stage for each   got {table.stages} stages"
-    for stage, owner in enumerate(table.owners):
-        if owner < 0:
-            yield f"stage {stage}  expected a forward   got none"
     if -1 in table.owners:
+        missing = (stage for stage, owner in enumerate(table.owners) if owner < 0)
+        yield from (f"stage {stage}  expected a forward   got none" for stage in missing)
         return
     counts = Counter(action for row in table.rows for action in row)
     expected: Counter[Action] = Counter()
-    for stage in range(table.stages):
-        for microbatch in range(table.microbatches):
-            halves = counts[Action(stage, "I", microbatch)] or counts[Action(stage, "W", microbatch)]
-            behind = () if table.forward_only else ("I", "W") if halves else ("B",)
-            kinds: list[str] = ["F", *behind]
-            computed = [Action(stage, kind, microbatch) for kind in kinds]  # type: ignore[arg-type]
-            sends = [send for action in computed for send in _sends(table, action)]
-            expected.update(computed)
-            if transfers:
-                expected.update([*sends, *(send.other_end for send in sends)])
+    for stage, microbatch in product(range(table.stages), range(table.microbatches)):
+        whole, *halves = (Action(stage, kind, microbatch) for kind in ("B", "I", "W"))
+        behind = [] if table.forward_only else halves if table.actions.intersection(halves) else [whole]
+        computed = [Action(stage, "F", microbatch), *behind]
+        expected.update(computed)
+        for send in map(table.send, computed) if table.has_transfers else ():
+            expected.update([send, send.other_end] if send else [])
     for action in sorted({*counts, *expected}, key=str):
         if counts[action] != expected[action]:
             yield f"{action}  expected {_times(expected[action])}   got {_times(counts[action])}"
@@ -157,47 +142,31 @@ def _times(count: int) -> str:
     return {0: "none", 1: "one"}.get(count, str(count))
 
 
-def waits_of(table: Table, *, transfers: bool = True) -> dict[Action, set[Action]]:
+def _waits(table: Table) -> dict[Action, list[Action]]:
     """Return what each action waits for before it can end; both ends of a transfer are one action, its send.
 
     Each rank does one action after the other, and a transfer keeps both ranks until it is done. A table that ends so
     has one global order of transfers, of which each rank's order is a part; it ends whenever they are launched earlier
-    and waited for later, in whichever queues.
-
-    Args:
-      table: A complete table.
-      transfers: Whether it has its transfers; else a computation waits for those that make what it needs.
+    and waited for later, in whichever queues. Of a table without transfers, a computation waits for those that make
+    what it needs.
     """
-    waits: dict[Action, set[Action]] = {}
+
+    def brought(need: Action, action: Action) -> Action:
+        here = table.owners[need.stage] == table.owners[action.stage]
+        send = None if here or not table.has_transfers else table.send(need)
+        return send or need
+
+    waits: dict[Action, list[Action]] = {}
     for row in table.rows:
-        before: Action | None = None
+        events = [action.other_end if action.receives else action for action in row]
+        for number, event in enumerate(events):
+            waits.setdefault(event, []).extend(events[max(number - 1, 0) : number])
         for action in row:
-            event = action.other_end if action.receives else action
-            found = waits.setdefault(event, set())
-            if before is not None:
-                found.add(before)
             if action.computes:
-                found.update(_inputs(table, action) if transfers else _needs(table, action))
+                waits[action] += [brought(need, action) for need in table.needs(action)]
             elif action.sends:
-                found.add(_made(table, action))
-            before = event
+                waits[action].append(table.sent(action))
     return waits
-
-
-def _inputs(table: Table, action: Action) -> Iterator[Action]:
-    """Yield the actions that bring a computation what it needs: one on this rank, or a transfer."""
-    for need in _needs(table, action):
-        if table.owners[need.stage] == table.owners[action.stage]:
-            yield need
-        else:
-            yield Action(need.stage, "SEND_F" if need.kind == "F" else "SEND_B", need.microbatch)
-
-
-def _made(table: Table, send: Action) -> Action:
-    """Return the computation whose result is sent."""
-    if send.kind == "SEND_F":
-        return Action(send.stage, "F", send.microbatch)
-    return _backward_of(table, send.stage, send.microbatch)
 
 
 def arrivals(table: Table, rank: int) -> dict[Action, list[Action]]:
@@ -209,55 +178,22 @@ def arrivals(table: Table, rank: int) -> dict[Action, list[Action]]:
     but one. That ends, too: each transfer could even be waited for at once.
     """
     row = table.rows[rank]
-    sends = deque(action for action in row if action.sends)
     place = {action: number for of_rank in table.rows for number, action in enumerate(of_rank)}
+    sends = [action for action in row if action.sends]
     found: dict[Action, list[Action]] = {}
-    for number, send in enumerate(row):
-        if not send.sends:
-            continue
-        to = send.other_end.stage
-        forward = Action(to, "F", send.microbatch)
-        reader = forward if send.kind == "SEND_F" else _backward_of(table, to, send.microbatch)
+    for send, later in zip_longest(sends, sends[2:]):
+        reader = table.reader(send)
         answered = (
             action
-            for action in row[number:]
+            for action in row[place[send] :]
             if action.computes
             and any(
-                table.owners[need.stage] == table.owners[to] and place[need] > place[reader]
-                for need in _needs(table, action)
+                table.owners[need.stage] == table.owners[reader.stage] and place[need] > place[reader]
+                for need in table.needs(action)
             )
         )
-        sends.popleft()
-        later = [_made(table, sends[1])] if table.forward_only and len(sends) > 1 else []
-        first = min([*islice(answered, 1), *later], key=place.__getitem__, default=None)
+        made = [table.sent(later)] if table.forward_only and later else []
+        first = min([*islice(answered, 1), *made], key=place.__getitem__, default=None)
         if first is not None:
             found.setdefault(first, []).append(send)
     return found
-
-
-def _circle(waits: Mapping[Action, Iterable[Action]]) -> list[Action]:
-    """Return actions each of which waits for the next, the last for the first; none if there is no circle."""
-    left = {action: set(needs) - {action} for action, needs in waits.items()}
-    ready = [action for action, needs in left.items() if not needs]
-    waiting: dict[Action, list[Action]] = {}
-    for action, needs in left.items():
-        for need in needs:
-            waiting.setdefault(need, []).append(action)
-    while ready:
-        ended = ready.pop()
-        del left[ended]
-        for action in waiting.get(ended, ()):
-            left[action].discard(ended)
-            if not left[action]:
-                ready.append(action)
-    if not left:
-        return []
-    trail, place = [next(iter(left))], {}
-    while trail[-1] not in place:
-        place[trail[-1]] = len(trail) - 1
-        trail.append(min((need for need in left[trail[-1]] if need in left), key=str))
-    return trail[place[trail[-1]] : -1]
-
-
-def _place(table: Table, action: Action) -> str:
-    return f"rank {table.owners[action.stage]}  {action}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -19,9 +19,10 @@ from ..messages.tracebacks import entry
 from ..random.arguments import check_key
 from ..shards.mesh import Axis, Mesh
 from ..shards.peers import together
-from ..shards.placement import Reading
+from ..shards.placement import Holders
 from ..shards.reader import Source
 from ..shards.tensor import Sharded, refuse_at_rest
+from ..shards.zero import Zero
 from ..state.leaf import owned
 from ..transforms.autodiff import refuse_undifferentiable
 from ..transforms.microbatches import sliced
@@ -30,11 +31,10 @@ from .actions import Table
 from .execution import Worker
 from .gradients import gradients, results
 from .links import Links
-from .model import described
-from .placing import Staged, holders_of
+from .order import described
 from .schedules import NAMES, forward_of, table_of
 from .stages import Layout, Rehearsal, rehearse
-from .tape import cut
+from .tape import contiguous_strides, cut
 
 __all__ = ["Pipeline"]
 
@@ -58,9 +58,6 @@ class Pipeline(metaclass=Documented):
     microbatches: int
     links: Links
     groups: Mapping[tuple[int, ...], str]
-    # By the number of stages: each is proven once, and run in the model once for each kind of call.
-    _tables: dict[int, Table] = field(default_factory=dict, repr=False, compare=False)
-    _said: dict[tuple[int, bool], str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def stages(self) -> Axis:
@@ -84,7 +81,7 @@ class Pipeline(metaclass=Documented):
         reduce_dtype: torch.dtype | None = None,
         has_aux: bool = False,
         **kwargs: Any,
-    ) -> Staged:
+    ) -> Zero:
         """Shard a state over the pipeline: ``TrainState.create(..., sharding=pipe.zero(loss_fn, params, batch))``.
 
         A rank holds the parameters that its stages read, and their moments; the loss is run once on shapes to find
@@ -120,30 +117,29 @@ class Pipeline(metaclass=Documented):
             )
         flat, treedef = pytree.flatten(params)
         refuse_undifferentiable(name, treedef, flat)
-        slices, structure = sliced(name, batch, self.microbatches, args)
-        dtypes = [param_dtype or leaf.dtype for leaf in flat]
         layouts = [
-            (tuple(leaf.shape), _packed(leaf.shape), dtype) for leaf, dtype in zip(flat, dtypes, strict=True)
+            (tuple(leaf.shape), contiguous_strides(leaf.shape), param_dtype or leaf.dtype) for leaf in flat
         ]
-
-        call = _on_leaves(fn, treedef, structure, args, kwargs)
+        call = _Call(name, fn, treedef, batch, args, {"key": key, **kwargs})
         with canonical(self.mesh):
-            found = self._rehearsed(name, call, layouts, slices, key, has_aux=has_aux)
+            found = self._rehearsed(call, layouts, has_aux=has_aux)[0]
         table = self._table(found)
         readers = [
             tuple(sorted({table.owners[n] for n, one in enumerate(found.stages) if i in one.reads})) or (0,)
             for i in range(len(flat))
         ]
         together(self.links.mesh, "pipe.zero", "\n".join(["place parameters in stages", *map(str, readers)]))
-        shared = sorted({ranks for ranks in readers if len(ranks) > 1})
-        reading = Reading(32 * 2**20, 1, param_dtype, reduce_dtype, "whole" if stage == 1 else "shard")
-        return Staged(self.mesh, stage, reading, holders_of(self.mesh, readers, self.links.for_sets(shared)))
+        groups = self.links.for_sets(sorted({ranks for ranks in readers if len(ranks) > 1}))
+        holders = [
+            None if self.stages.size == 1 else Holders(self.stages, ranks, groups.get(ranks, ""))
+            for ranks in readers
+        ]
+        return Zero(
+            self.mesh, stage, param_dtype=param_dtype, reduce_dtype=reduce_dtype, holders=tuple(holders)
+        )
 
     def _table(self, found: Rehearsal) -> Table:
-        stages = len(found.stages)
-        if stages not in self._tables:
-            self._tables[stages] = table_of(self.schedule, self.stages.size, self.microbatches, stages)
-        return self._tables[stages]
+        return table_of(self.schedule, self.stages.size, self.microbatches, len(found.stages))
 
     def cut(self, tree: T) -> T:
         """Begin the next stage of a loss with these values: they are what is sent to its rank.
@@ -203,8 +199,8 @@ class Pipeline(metaclass=Documented):
             flat, treedef = pytree.flatten(params)
             refuse_undifferentiable(name, treedef, flat)
             refuse_at_rest(flat, "gradients")
-            given = _Given(name, fn, flat, treedef, batch, args, kwargs)
-            value, grads = self._computed(given, dtype, has_aux=has_aux)
+            call = _Call(name, fn, treedef, batch, args, kwargs)
+            value, grads = self._computed(call, flat, dtype, has_aux=has_aux)
             return value, pytree.unflatten(treedef, grads)
 
         return wrapped
@@ -221,102 +217,75 @@ class Pipeline(metaclass=Documented):
         def wrapped(params: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
             flat, treedef = pytree.flatten(params)
             refuse_at_rest(flat, "a result")
-            given = _Given(name, fn, flat, treedef, batch, args, kwargs)
-            return self._computed(given, dtype, forward_only=True)[0]
+            call = _Call(name, fn, treedef, batch, args, kwargs)
+            return self._computed(call, flat, dtype, forward_only=True)[0]
 
         return wrapped
 
     def _computed(
-        self, given: _Given, dtype: torch.dtype | None, *, has_aux: bool = False, forward_only: bool = False
+        self,
+        call: _Call,
+        leaves: Sequence[Any],
+        dtype: torch.dtype | None,
+        *,
+        forward_only: bool = False,
+        has_aux: bool = False,
     ) -> tuple[Any, list[Tensor]]:
         """Return the result of a loss, and the gradients of the leaves; none with ``forward_only``."""
-        name, flat = given.name, given.leaves
-        slices, structure = sliced(name, given.batch, self.microbatches, given.args)
-        key = given.kwargs.pop("key", None)
-        call = _on_leaves(given.fn, given.treedef, structure, given.args, given.kwargs)
-        layouts = list(map(_layout_of, flat))
-        found = self._rehearsed(name, call, layouts, slices, key, has_aux=has_aux, forward_only=forward_only)
+        how = {"has_aux": has_aux, "forward_only": forward_only}
+        found, slices = self._rehearsed(call, list(map(_layout_of, leaves)), **how)
         table = forward_of(self._table(found)) if forward_only else self._table(found)
-        if (kind := (table.stages, forward_only)) not in self._said:
-            self._said[kind] = f"{self}, {described(table)}"
-        announce(self._said[kind])
-        _refuse_elsewhere(name, found, table, flat, given.treedef, self.stages)
+        announce(f"{self}, {described(table)}")
+        _refuse_elsewhere(call, found, table, leaves, self.stages)
+        rank = self.stages.rank
         with torch.no_grad():
-            value, grads = self._worked(found, table, flat, slices, key, dtype)
+            read = {i for n, stage in enumerate(found.stages) if table.owners[n] == rank for i in stage.reads}
+            values = {i: _read(leaves[i]) for i in sorted(read)}
+            key, device = call.kwargs.get("key"), self.mesh.device
+            worker = Worker(table, rank, found, values, slices, key, self.groups, dtype, device)
+            of_grads, of_results = worker.work()
+            grads = [] if forward_only else gradients(found, table, of_grads, leaves, dtype)
+            value = results(found, table, of_results, self.stages, dtype)
         return pytree.unflatten(found.structure, value), grads
 
     def _rehearsed(
-        self,
-        name: str,
-        call: Callable[..., Any],
-        params: Sequence[Layout],
-        slices: Sequence[Tensor],
-        key: Tensor | None,
-        **how: bool,
-    ) -> Rehearsal:
-        if key is not None:
-            check_key(key)
-        parts = [(tuple(leaf.shape[1:]), leaf.stride()[1:], leaf.dtype) for leaf in slices]
-        device, keyed = self.mesh.device, key is not None
-        several = self.microbatches > 1
-        return rehearse(name, call, params, parts, device, keyed=keyed, several=several, **how)
+        self, call: _Call, params: Sequence[Layout], **how: bool
+    ) -> tuple[Rehearsal, Sequence[Tensor]]:
+        """Take a loss apart, of leaves of some layouts; return it, and the leaves of the batch in slices."""
+        slices, structure = sliced(call.name, call.batch, self.microbatches, call.args)
+        keyed = call.kwargs.get("key") is not None
+        if keyed:
+            check_key(call.kwargs["key"])
+        others = {name: value for name, value in call.kwargs.items() if name != "key"}
 
-    def _worked(
-        self,
-        found: Rehearsal,
-        table: Table,
-        leaves: Sequence[Tensor],
-        slices: Sequence[Tensor],
-        key: Tensor | None,
-        dtype: torch.dtype | None,
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Run this rank's row; return the results of the loss, and the gradients of the leaves."""
-        rank = self.stages.rank
-        read = {i for n, stage in enumerate(found.stages) if table.owners[n] == rank for i in stage.reads}
-        values = {i: _read(leaves[i]) for i in sorted(read)}
-        worker = Worker(table, rank, found, values, slices, key, self.groups, dtype, self.mesh.device)
-        of_grads, of_results = worker.work().tensors()
-        grads = [] if table.forward_only else gradients(found, table, of_grads, leaves, dtype)
-        return results(found, table, of_results, self.stages, dtype), grads
+        def loss(leaves: Sequence[Tensor], part: Sequence[Tensor], key: Tensor | None) -> Any:
+            trees = pytree.unflatten(call.params, leaves), pytree.unflatten(structure, part)
+            return call.fn(*trees, *call.args, **others, **({} if key is None else {"key": key}))
+
+        parts = [(tuple(leaf.shape[1:]), leaf.stride()[1:], leaf.dtype) for leaf in slices]
+        how |= {"keyed": keyed, "several": self.microbatches > 1}
+        return rehearse(call.name, loss, params, parts, self.mesh.device, **how), slices
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _Call:
     """A call of a loss.
 
     Attributes:
       name: Its name.
       fn: The loss.
-      leaves: The leaves of its first argument.
-      treedef: Their structure.
+      params: Structure of its first argument.
       batch: Its second argument.
       args: The further ones.
-      kwargs: Those by name.
+      kwargs: Those by name; its key, too.
     """
 
     name: str
     fn: Callable[..., Any]
-    leaves: list[Any]
-    treedef: pytree.Treedef
+    params: pytree.Treedef
     batch: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-
-def _on_leaves(
-    fn: Callable[..., Any],
-    params: pytree.Treedef,
-    batch: pytree.Treedef,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Callable[[Sequence[Tensor], Sequence[Tensor], Tensor | None], Any]:
-    """Return a loss as a function of the leaves of its first two arguments, and of its key."""
-
-    def call(leaves: Sequence[Tensor], part: Sequence[Tensor], key: Tensor | None) -> Any:
-        keyed = {} if key is None else {"key": key}
-        return fn(pytree.unflatten(params, leaves), pytree.unflatten(batch, part), *args, **kwargs, **keyed)
-
-    return call
 
 
 def _read(leaf: Tensor) -> Tensor:
@@ -331,21 +300,16 @@ def _layout_of(leaf: Tensor) -> Layout:
         return tuple(leaf.shape), leaf.stride(), leaf.dtype
     placement = leaf.placement
     dtype = (placement.reading.param_dtype if placement.reading is not None else None) or leaf.dtype
-    stride = _packed(placement.shape) if placement.partial else leaf.local.stride()
+    stride = contiguous_strides(placement.shape) if placement.partial else leaf.local.stride()
     return placement.shape, stride, dtype
 
 
-def _packed(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    return torch.empty(tuple(shape), device="meta").stride()
-
-
 def _refuse_elsewhere(
-    name: str, found: Rehearsal, table: Table, leaves: Sequence[Tensor], treedef: Any, stages: Axis
+    call: _Call, found: Rehearsal, table: Table, leaves: Sequence[Tensor], stages: Axis
 ) -> None:
     """Raise if a stage reads a leaf that its rank does not hold."""
     rows = []
-    for number, (path, leaf) in enumerate(zip(treedef.paths(), leaves, strict=True)):
+    for number, (path, leaf) in enumerate(zip(call.params.paths(), leaves, strict=True)):
         reading = sorted({table.owners[n] for n, stage in enumerate(found.stages) if number in stage.reads})
         holders = leaf.placement.holders if isinstance(leaf, Sharded) else None
         held = range(stages.size) if stages.size == 1 else () if holders is None else holders.ranks
@@ -357,7 +321,7 @@ def _refuse_elsewhere(
             )
     if rows:
         raise LayoutError.of(
-            name,
+            call.name,
             "reads leaves in stages whose ranks do not hold them.",
             rows=rows,
             why="Each rank holds the parameters that its stages read, as found when the state was created.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -17,12 +17,13 @@ from .. import tree as pytree
 from ..ambient.rehearsal import rehearsing, traced
 from ..errors import HostSyncError, LayoutError
 from ..random.arguments import used_keys
+from ..stages.program import Instr, Program, Var
 from ..tensors.fake_mode import FakeMode, without_log
 from ..tensors.op_table import row_of
 from ..tensors.overlap import storage_key
 from ..transforms.autodiff import refuse_vector, split_result
 from ..transforms.microbatches import refuse_objects, refuse_whole_numbers, shared_key
-from .tape import Call, Part, Tape
+from .tape import Tape
 
 __all__ = ["Layout", "Rehearsal", "Stage", "rehearse"]
 
@@ -33,31 +34,31 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides,
 
 @dataclass(eq=False, slots=True)
 class Stage:
-    """What one stage of a loss computes for one micro-batch, on the tensors of a tape.
+    """What one stage of a loss computes for one micro-batch.
 
     Attributes:
       inputs: What it gets from the stage before.
-      outputs: What it hands to the next one.
-      forward: Its calls.
+      outputs: What it sends to the next one.
       results: The leaves of the loss' result that it computes, by position.
-      behind: For each output, its gradient, which the next stage sends; None if it has none.
-      ahead: For each input, the gradient for the stage before; None if it has none.
-      inward: The calls of the backward that the gradients of the inputs need.
-      weights: The other calls of the backward.
+      behind: The gradients of its outputs, of those that have one, which the next stage sends.
+      ahead: The gradients of its inputs, of those that have one, for the stage before.
       grads: The gradients of the parameters that it reads, by number.
       reads: Numbers of the parameters that it reads.
+      forward: Its calls.
+      inward: The calls of the backward that the gradients of the inputs need.
+      weights: The other calls of the backward.
     """
 
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-    forward: Part = field(default_factory=Part)
-    results: dict[int, Tensor] = field(default_factory=dict)
-    behind: list[Tensor | None] = field(default_factory=list)
-    ahead: list[Tensor | None] = field(default_factory=list)
-    inward: Part = field(default_factory=Part)
-    weights: Part = field(default_factory=Part)
-    grads: dict[int, Tensor] = field(default_factory=dict)
+    inputs: list[Var]
+    outputs: list[Var]
+    results: dict[int, Var] = field(default_factory=dict)
+    behind: list[Var] = field(default_factory=list)
+    ahead: list[Var] = field(default_factory=list)
+    grads: dict[int, Var] = field(default_factory=dict)
     reads: set[int] = field(default_factory=set)
+    forward: Program = field(init=False)
+    inward: Program = field(init=False)
+    weights: Program = field(init=False)
 
 
 @dataclass(eq=False, slots=True)
@@ -67,19 +68,19 @@ class Rehearsal:
     Attributes:
       tape: Its calls.
       stages: Its stages.
-      params: The tensors that stand for the parameters.
-      batch: Those for the leaves of a micro-batch.
-      key: That for its key, or None.
+      params: The parameters.
+      batch: The leaves of a micro-batch.
+      key: Its key, or None.
       results: The leaves of its result.
       structure: Structure of its result.
     """
 
     tape: Tape
     stages: list[Stage]
-    params: list[Tensor]
-    batch: list[Tensor]
-    key: Tensor | None
-    results: list[Tensor]
+    params: list[Var]
+    batch: list[Var]
+    key: Var | None
+    results: list[Var]
     structure: pytree.Treedef
 
 
@@ -117,13 +118,9 @@ def rehearse(
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.autograd.set_multithreading_enabled(threads))
         tape = Tape()
-
-        def made(layouts: Sequence[Layout]) -> list[Tensor]:
-            return [tape.fake(shape, stride, dtype, device) for shape, stride, dtype in layouts]
-
-        stack.enter_context(tape.recording())
-        leaves, part = made(params), made(batch)
+        leaves, part = ([tape.fake(*one, device) for one in layouts] for layouts in (params, batch))
         key = tape.fake((2,), (1,), torch.int64, device) if keyed else None
+        stack.enter_context(tape.recording())
         tape.give(leaves, "p")
         tape.give([*part, *([] if key is None else [key])], "d")
         with torch.set_grad_enabled(not forward_only):
@@ -137,12 +134,11 @@ def rehearse(
             refuse_objects(name, aux)
             if not forward_only:  # of an evaluation, what is counted is summed
                 refuse_whole_numbers(name, aux)
-            if value is None:
-                stages = _stages(tape)
-            else:
                 refuse_vector(name, value)
-                stages = _taken_apart(tape, value, leaves)
-    found = Rehearsal(tape, stages, leaves, part, key, *pytree.flatten(out))
+            stages = _stages(tape, value, leaves)
+    results, structure = pytree.flatten(out)
+    given = tape.vars(leaves), tape.vars(part), None if key is None else tape.var(key)
+    found = Rehearsal(tape, stages, *given, tape.vars(results), structure)
     _Parts(name, found).assign()
     return found
 
@@ -183,34 +179,34 @@ def _written(name: str, rows: Sequence[str]) -> LayoutError:
     )
 
 
-def _stages(tape: Tape) -> list[Stage]:
-    """Return the stages between the cuts, without their calls."""
+def _stages(tape: Tape, value: Tensor | None, leaves: Sequence[Tensor]) -> list[Stage]:
+    """Return the stages between the cuts, without their calls; run the backward of each, the last one first.
+
+    Args:
+      tape: The calls of the forward.
+      value: The value of the loss; None for no backward.
+      leaves: The parameters.
+    """
     bounds = [([], []), *tape.cuts, ([], [])]
-    return [Stage(before[1], after[0]) for before, after in pairwise(bounds)]
-
-
-def _taken_apart(tape: Tape, value: Tensor, leaves: Sequence[Tensor]) -> list[Stage]:
-    """Run the backward of each stage, the last one first; return the stages, without their calls."""
-    stages = _stages(tape)
-    roots, seeds = [value] if value.requires_grad else [], [None]
-    for number, stage in reversed(list(enumerate(stages))):
+    stages = [Stage(tape.vars(before[1]), tape.vars(after[0])) for before, after in pairwise(bounds)]
+    roots: list[Tensor] = [value] if value is not None and value.requires_grad else []
+    seeds: list[Any] = [None]
+    for number in reversed(range(len(stages))):
+        if not roots:
+            break
         tape.part = ("B", number)
-        wanted = [one for one in stage.inputs if one.requires_grad]
-        grads: list[Tensor | None] = [None] * (len(wanted) + len(leaves))
-        if roots:
-            # The graph of what depends on parameters alone is shared by the stages that read it.
-            grads = list(
-                torch.autograd.grad(roots, [*wanted, *leaves], seeds, retain_graph=True, allow_unused=True)
-            )
-        of_inputs = iter(grads[: len(wanted)])
-        stage.ahead = [next(of_inputs) if one.requires_grad else None for one in stage.inputs]
-        stage.grads = {i: g for i, g in enumerate(grads[len(wanted) :]) if g is not None}
+        sent, arrived = bounds[number]
+        wanted = [(one, source) for one, source in zip(arrived, sent, strict=True) if one.requires_grad]
+        # The graph of what depends on parameters alone is shared by the stages that read it.
+        grads = torch.autograd.grad(
+            roots, [*(one for one, _ in wanted), *leaves], seeds, retain_graph=True, allow_unused=True
+        )
+        stages[number].grads = {i: tape.var(g) for i, g in enumerate(grads[len(wanted) :]) if g is not None}
+        pairs = [(source, g) for (_, source), g in zip(wanted, grads, strict=False) if g is not None]
+        stages[number].ahead = tape.vars(g for _, g in pairs)
+        roots, seeds = [source for source, _ in pairs], [tape.like(g) for _, g in pairs]
         if number:
-            before = stages[number - 1]
-            before.behind = [None if g is None else tape.like(g) for g in stage.ahead]
-            tape.give([g for g in before.behind if g is not None], "s")
-            pairs = [(one, g) for one, g in zip(before.outputs, before.behind, strict=True) if g is not None]
-            roots, seeds = [one for one, _ in pairs], [g for _, g in pairs]  # type: ignore[misc]
+            stages[number - 1].behind = tape.give(seeds, "s")
     return stages
 
 
@@ -222,12 +218,11 @@ class _Parts:
     """
 
     def __init__(self, name: str, found: Rehearsal) -> None:
-        self._name, self._found, self._calls = name, found, found.tape.calls
+        self._name, self._found, self._calls = name, found, list(found.tape.calls)
         self._letters = found.tape.letters()
         self._home: dict[int, int] = {}  # by storage: the stage of what stays in its stage
         for number, stage in enumerate(found.stages):
-            arriving = [*stage.inputs, *(g for g in stage.behind if g is not None)]
-            self._home.update({storage_key(one): number for one in arriving})
+            self._home.update({var.storage: number for var in (*stage.inputs, *stage.behind)})
 
     def assign(self) -> None:
         self._refuse_statistics()
@@ -236,14 +231,13 @@ class _Parts:
         found = self._found
         last = len(found.stages) - 1
         for position, result in enumerate(found.results):
-            home = self._home.get(storage_key(result), last)
-            found.stages[home].results[position] = result
+            found.stages[self._home.get(result.storage, last)].results[position] = result
         for number, stage in enumerate(found.stages):
             self._fill(number, stage)
 
     def _refuse_statistics(self) -> None:
         """Refuse running statistics of a batch norm in training, which go from one micro-batch to the next."""
-        rows = [str(call) for call in self._calls if call.written and row_of(call.op).statistics]
+        rows = [_title(call) for call in self._calls if call.writes and row_of(call.op).statistics]
         if rows:
             raise LayoutError.of(
                 self._name,
@@ -255,32 +249,28 @@ class _Parts:
 
     def _refuse_writes(self) -> None:
         """Refuse writes into what comes from outside: another stage, on another rank, would not see them."""
-        given = self._found.tape.given
-        made = {storage_key(one) for call in self._calls for one in call.made} - given.keys()
-        rows = [str(call) for call in self._calls for one in call.written if storage_key(one) not in made]
+        made = {var.storage for call in self._calls for var in call.outputs()} - self._found.tape.given.keys()
+        rows = [_title(call) for call in self._calls for var in call.writes if var.storage not in made]
         if rows:
             raise _written(self._name, rows)
 
-    def _stays(self, call: Call) -> bool:
+    def _stays(self, call: Instr) -> bool:
         """Whether a call belongs to the stage in which it stands."""
-        touched = (*call.read, *call.made)
-        return not (call.made or call.written) or any(
-            "s" in self._letters.get(storage_key(one), ()) for one in touched
-        )
+        touched = (*call.inputs(), *call.outputs())
+        return call.checks or any("s" in self._letters.get(var.storage, ()) for var in touched)
 
     def _refuse_jumps(self) -> None:
         rows = []
-        for call in self._calls:
-            if not self._stays(call):
-                continue
-            number = call.part[1]
-            for one in call.read:
-                home = self._home.get(storage_key(one), number)
-                if home != number and "s" in self._letters.get(storage_key(one), ()):
-                    rows.append(f"{list(one.shape)} of stage {home}  read by stage {number}, in {call}")
-            for one in (*call.made, *call.written):
-                if "s" in self._letters[storage_key(one)]:
-                    self._home.setdefault(storage_key(one), number)
+        for call in filter(self._stays, self._calls):
+            _, number = self._found.tape.calls[call]
+            for var in call.inputs():
+                home = self._home.get(var.storage, number)
+                if home != number and "s" in self._letters.get(var.storage, ()):
+                    shape = list(var.spec.shape)
+                    rows.append(f"{shape} of stage {home}  read by stage {number}, in {_title(call)}")
+            for var in (*call.outputs(), *call.writes):
+                if "s" in self._letters[var.storage]:
+                    self._home.setdefault(var.storage, number)
         if rows:
             raise LayoutError.of(
                 self._name,
@@ -292,51 +282,55 @@ class _Parts:
 
     def _fill(self, number: int, stage: Stage) -> None:
         """Give a stage its calls, and what depends on parameters or data alone as far as they need it."""
-        ends = [*stage.outputs, *stage.results.values()]
+        ends, grads = [*stage.outputs, *stage.results.values()], [*stage.ahead, *stage.grads.values()]
         forward = self._needed(("F", number), ends, ())
-        ahead = [g for g in stage.ahead if g is not None]
-        backward = self._needed(("B", number), [*ahead, *stage.grads.values()], forward)
-        inward = set(_behind(backward, ahead))
-        if any(call.written for call in backward):  # the order of reads and writes matters
+        backward = self._needed(("B", number), grads, forward)
+        inward = set(_behind(backward, stage.ahead))
+        if any(call.writes for call in backward):  # the order of reads and writes matters
             inward = set(backward)
-        wanted = set(map(id, (*ahead, *stage.grads.values())))
-        stage.weights = Part([call for call in backward if call not in inward], wanted)
-        stage.inward = Part([call for call in backward if call in inward], wanted.union(stage.weights.read))
-        wanted.update(map(id, ends), stage.inward.read, stage.weights.read)
-        stage.forward = Part(forward, wanted)
-        read = {id(one) for call in (*forward, *backward) for one in call.read}
-        read |= {id(one) for one in (*ends, *ahead, *stage.grads.values())}
-        stage.reads = {i for i, one in enumerate(self._found.params) if id(one) in read}
+        late = [call for call in backward if call not in inward]
+        stage.weights = _part(f"weights of stage {number}", late, grads)
+        soon = [call for call in backward if call in inward]
+        stage.inward = _part(f"backward of stage {number}", soon, [*grads, *stage.weights.inputs])
+        wanted = [*grads, *ends, *stage.weights.inputs, *stage.inward.inputs]
+        stage.forward = _part(f"forward of stage {number}", forward, wanted)
+        read = {*ends, *grads}.union(*(call.inputs() for call in (*forward, *backward)))
+        stage.reads = {i for i, var in enumerate(self._found.params) if var in read}
 
-    def _needed(self, part: tuple[str, int], ends: Iterable[Tensor], known: Sequence[Call]) -> list[Call]:
+    def _needed(self, part: tuple[str, int], ends: Iterable[Var], known: Sequence[Instr]) -> list[Instr]:
         """Return the calls of a part, and those that float and whose results they or the ends need."""
-        own = [place for place, call in enumerate(self._calls) if call.part == part and self._stays(call)]
-        last = max((p for p, call in enumerate(self._calls) if call.part == part), default=-1)
-        skip, keep = set(known), {self._calls[place] for place in own}
-        return _behind(
-            [call for call in self._calls[: last + 1] if call in keep or not self._stays(call)],
-            ends,
-            keep,
-            skip,
-        )
+        parts = self._found.tape.calls
+        last = max((place for place, call in enumerate(self._calls) if parts[call] == part), default=-1)
+        before = [call for call in self._calls[: last + 1] if parts[call] == part or not self._stays(call)]
+        keep = {call for call in before if parts[call] == part and self._stays(call)}
+        return _behind(before, ends, keep, known)
+
+
+def _part(name: str, calls: Sequence[Instr], wanted: Iterable[Var]) -> Program:
+    """Return calls that are made together, once for each micro-batch, as a program of what is wanted of them."""
+    made, read = dict[Var, None](), dict[Var, None]()
+    for call in calls:
+        read.update((var, None) for var in call.inputs() if var not in made)
+        made.update((var, None) for var in call.outputs())
+    ends = set(wanted)
+    return Program(name, [], [], list(read), instrs=list(calls), outputs=[var for var in made if var in ends])
 
 
 def _behind(
-    calls: Sequence[Call],
-    ends: Iterable[Tensor],
-    keep: Iterable[Call] = (),
-    skip: Iterable[Call] = (),
-) -> list[Call]:
-    """Return the calls that some tensors depend on, and those to keep, in order."""
-    keep, skip = set(keep), set(skip)
-    used = {id(one) for one in ends}
-    memory = {storage_key(one) for one in ends}
+    calls: Sequence[Instr], ends: Iterable[Var], keep: Collection[Instr] = (), skip: Collection[Instr] = ()
+) -> list[Instr]:
+    """Return the calls that some variables depend on, and those to keep, in order."""
+    used = set(ends)
+    memory = {var.storage for var in used}
     out = []
     for call in reversed(calls):
-        needed = any(id(one) in used for one in call.made)
-        needed |= any(storage_key(one) in memory for one in call.written)
+        needed = not used.isdisjoint(call.outputs()) or any(var.storage in memory for var in call.writes)
         if (needed or call in keep) and call not in skip:
             out.append(call)
-            used |= {id(one) for one in call.read}
-            memory |= {storage_key(one) for one in call.read}
+            used.update(call.inputs())
+            memory.update(var.storage for var in call.inputs())
     return out[::-1]
+
+
+def _title(call: Instr) -> str:
+    return f"{call.op}" + (f", at {call.site}" if call.site else "")

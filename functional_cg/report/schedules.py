@@ -9,9 +9,9 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from ..messages.html import colors
-from ..pipelines.actions import COSTS, Action, Table
-from ..pipelines.model import run
-from ..pipelines.schedules import table_of
+from ..pipelines.actions import COSTS, Table
+from ..pipelines.order import efficiency, ends_of
+from ..pipelines.schedules import fewest_stages, table_of, text_of
 
 __all__ = ["schedule"]
 
@@ -47,61 +47,39 @@ def schedule(
       >>> report.schedule("1f1b", ranks=2, microbatches=4).get_title()
       '1f1b: 2 stages on 2 ranks, at best 86% busy'
     """
-    if stages is None:
-        stages = ranks if rows in ("gpipe", "1f1b") else 2 * ranks
-    text = (
-        rows if isinstance(rows, str) else "\n".join(r if isinstance(r, str) else ",".join(r) for r in rows)
-    )
+    text = text_of(rows)
+    stages = stages or fewest_stages(text, ranks)
     table = table_of(text, ranks, microbatches, stages)
-    found = run(table)
     ax = ax or plt.subplots(figsize=(10, 0.5 * ranks + 1.4), layout="constrained")[1]
-    _draw(ax, table, [(rank, *one) for rank, row in enumerate(found.begins) for one in row])
+    _draw(ax, table)
     ax.set(
         xlabel="time, in forwards of a stage", ylabel="rank", yticks=range(ranks),
-        title=f"{table.name}: {stages} stages on {ranks} ranks, at best {found.efficiency(table):.0%} busy",
+        title=f"{table.name}: {stages} stages on {ranks} ranks, at best {efficiency(table):.0%} busy",
     )  # fmt: skip
     ax.invert_yaxis()
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3), ncols=4, frameon=False)
     return ax
 
 
-def _draw(ax: Axes, table: Table, begun: Sequence[tuple[int, Action, float]]) -> None:
+def _draw(ax: Axes, table: Table) -> None:
     shades, shown = colors(_NAMES), set[str]()
-    ends = {action: start + COSTS[action.kind] for _, action, start in begun}
-    starts = {action: start for _, action, start in begun}
-    for rank, action, start in begun:
-        later = sorted({stage for stage, owner in enumerate(table.owners) if owner == rank}).index(
-            action.stage
-        )
+    ends = ends_of(table, transfer=0.0)
+    starts = {action: end - COSTS[action.kind] for action, end in ends.items()}
+    for action, start in starts.items():
+        rank = table.owners[action.stage]
+        later = table.owners[: action.stage].count(rank)
         label = None if action.kind in shown else _NAMES[action.kind]
         shown.add(action.kind)
         ax.barh(
             rank, COSTS[action.kind], left=start, height=0.8, color=shades[action.kind], label=label,
             alpha=min(1.0, 0.45 + 0.35 * later), hatch=_HATCHES[action.kind], edgecolor="black", linewidth=0.5,
         )  # fmt: skip
-        if len(begun) <= _LABELLED:
+        if len(starts) <= _LABELLED:
             ax.annotate(
                 str(action.microbatch), (start + COSTS[action.kind] / 2, rank), ha="center", va="center",
                 fontsize=7, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
             )  # fmt: skip
-    for row in table.rows:
-        for send in row:
-            if send.sends:
-                _line(ax, table, send, starts, ends)
-
-
-def _line(
-    ax: Axes, table: Table, send: Action, starts: dict[Action, float], ends: dict[Action, float]
-) -> None:
-    """Draw a line from what makes a value to what reads it."""
-    receive, kinds = send.other_end, ("F",) if send.kind == "SEND_F" else ("B", "I")
-    made, read = (
-        next(
-            action
-            for kind in kinds
-            if (action := Action(stage, kind, send.microbatch)) in starts  # type: ignore[arg-type]
-        )
-        for stage in (send.stage, receive.stage)
-    )
-    places = table.owners[send.stage], table.owners[receive.stage]
-    ax.plot((ends[made], starts[read]), places, color="black", linewidth=0.4, alpha=0.6)
+    for send in table.actions:
+        if send.sends:
+            times = ends[table.sent(send)], starts[table.reader(send)]
+            ax.plot(times, table.edge(send), color="black", linewidth=0.4, alpha=0.6)

@@ -33,6 +33,7 @@ import typing as _typing
 from ..names import missing as _missing
 from ..pipelines.pipeline import Pipeline as Pipeline
 from ..shards.mesh import Mesh as Mesh
+from ..shards.zero import Zero as Zero
 from .launch import mesh as mesh
 from .pipelining import pipeline as pipeline
 from .values import fold_in as fold_in
@@ -42,7 +43,6 @@ from .values import local as local
 from .values import mean as mean
 from .values import state_dict as state_dict
 from .values import sum as sum
-from .zero import Zero as Zero
 from .zero import zero as zero
 
 if not _typing.TYPE_CHECKING:  # a type checker would let any name pass

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
@@ -222,10 +223,5 @@ def _ranks(numbers: list[int]) -> str:
 
 def _differences(first: str, other: str, rank: int, one: int) -> list[str]:
     """Return the lines that differ between the texts of two ranks."""
-    a, b = first.splitlines(), other.splitlines()
-    pairs = [
-        *zip(a, b, strict=False),
-        *((line, "nothing") for line in a[len(b) :]),
-        *(("nothing", line) for line in b[len(a) :]),
-    ]
+    pairs = zip_longest(first.splitlines(), other.splitlines(), fillvalue="nothing")
     return [f"rank {one}  {x}   rank {rank}  {y}" for x, y in pairs if x != y]

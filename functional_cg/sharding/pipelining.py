@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..messages.tracebacks import entry
 from ..pipelines.links import Links
 from ..pipelines.pipeline import Pipeline
-from ..pipelines.schedules import edges_of
+from ..pipelines.schedules import edges_of, text_of
 from ..pipelines.torch_tables import TORCH_NAMES, load
 from ..shards.mesh import Axis, Mesh
 from ..shards.peers import together
@@ -68,8 +68,7 @@ def pipeline(
             f"sharding.pipeline: the mesh, {mesh}, has no axis {axis!r}.\n"
             f'To fix: `fcg.sharding.mesh({{"{axis}": 2, "data": -1}})`; or the name of its axis, `axis="{names[0]}"`.'
         )
-    if not isinstance(schedule, str):
-        schedule = "\n".join(row if isinstance(row, str) else ",".join(row) for row in schedule)
+    schedule = text_of(schedule)
     place = names.index(axis)
     stages = mesh.axes[place]
     others = (*mesh.axes[:place], *mesh.axes[place + 1 :]) or (Axis("data", 1, 0, ""),)

@@ -1,95 +1,19 @@
-"""ZeRO as placements: whether a rank holds shards of moments, gradients and parameters.
-
-Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
-"""
+"""Shard a state over the ranks of a mesh."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor
 
-from .. import tree as pytree
 from ..messages.tracebacks import entry
 from ..precision import Policy
-from ..shards.collectives import broadcast
 from ..shards.mesh import Mesh
-from ..shards.placement import Placement, Reading
-from ..shards.tensor import Sharded
+from ..shards.zero import Zero
 from ..tensors.aten import adds_up
 from .launch import check_mesh
 
-__all__ = ["Zero", "zero"]
-
-
-@dataclass(frozen=True)
-class Zero:
-    """A sharding of states over a mesh; made by :func:`zero`, which documents the options.
-
-    Attributes:
-      mesh: The ranks.
-      stage: 1, 2 or 3.
-      bucket_bytes: Bytes of whole leaves that share a launch.
-      prefetch: How many buckets ahead of its use a leaf is gathered.
-      param_dtype: Dtype that a loss sees; None for the parameters' own.
-      reduce_dtype: Dtype in which gradients are summed; None for the gradients' own.
-      reshard: Whether the backward gathers leaves again.
-    """
-
-    mesh: Mesh
-    stage: Literal[1, 2, 3] = 3
-    bucket_bytes: int = 32 * 2**20
-    prefetch: int = 1
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    reshard: bool = True
-
-    def __str__(self) -> str:
-        """Describe the sharding in text that is equal on all ranks."""
-        options = ", ".join(
-            f"{field.name}={getattr(self, field.name)}" for field in fields(self) if field.name != "mesh"
-        )
-        return f"zero({options}) on {self.mesh}"
-
-    def planned(self, params: Any) -> Any:
-        """Return the parameters as this rank will hold them, on the meta device."""
-        return pytree.map(self._planned, params)
-
-    def _planned(self, leaf: Tensor) -> Tensor:
-        alone = self.mesh.size == 1 and self.param_dtype is None
-        meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-        if alone or not (leaf.is_floating_point() or leaf.is_complex()):
-            return meta
-        reading = Reading(
-            self.bucket_bytes,
-            self.prefetch,
-            self.param_dtype,
-            self.reduce_dtype,
-            "whole" if self.stage == 1 else "shard",
-            self.reshard,
-        )
-        sharded = self.stage == 3 and self.mesh.shards.size > 1
-        placement = Placement(self.mesh, tuple(leaf.shape), sharded, reading)
-        return Sharded(meta.new_empty(placement.local_shape), placement)
-
-    def agreed(self, leaf: Any) -> Any:
-        """Return rank 0's value of a leaf, on this rank's device."""
-        if not isinstance(leaf, Tensor):
-            return leaf
-        # torch's DTensor shards along a dimension; placements here shard the flattened leaf.
-        # Told by its method: to import the class takes longer than the whole package.
-        full = leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf
-        return broadcast(full.to(self.mesh.device), self.mesh)
-
-    def moved(self, placed: Any) -> Any:
-        """Return the parameters as the optimizer's ``init`` sees them: shards at every stage."""
-        return pytree.map(_shard, placed)
-
-    def accumulators(self, placed: Any) -> Any:
-        """Return zeros to accumulate gradients over several calls: shards from stage 2 on."""
-        return pytree.map(torch.zeros_like, placed if self.stage == 1 else self.moved(placed))
+__all__ = ["zero"]
 
 
 @entry("fcg.sharding.zero(mesh, stage=3)")
@@ -168,10 +92,3 @@ def zero(
                 f"{dtype!r}"
             )
     return Zero(mesh, stage, bucket_bytes, prefetch, param_dtype, reduce_dtype, reshard)
-
-
-def _shard(leaf: Any) -> Any:
-    if not isinstance(leaf, Sharded) or leaf.placement.sharded or leaf.placement.mesh.shards.size == 1:
-        return leaf
-    split = leaf.placement.split
-    return Sharded(split.own(leaf.local), split)

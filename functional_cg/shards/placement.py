@@ -149,10 +149,6 @@ class Placement:
         """The same leaf, with a shard on each of the ranks that hold it."""
         return replace(self, sharded=True)
 
-    def without_reading(self) -> Placement:
-        """Return the same placement for a leaf that is not a parameter."""
-        return replace(self, reading=None)
-
     def pad(self, whole: Tensor) -> Tensor:
         """Flatten a leaf [*shape] to a vector [length * pieces], with zeros at its end."""
         flat = whole.reshape(-1)

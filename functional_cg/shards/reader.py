@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import once_differentiable
 
 from ..errors import LayoutError, ReadOnlyError
-from ..tensors.aten import is_in_place, tensors_in, written_arguments
+from ..tensors.aten import is_in_place, map_tensors, tensors_in, written_arguments
 from ..tensors.overlap import storage_key
 from ..tree import Treedef, path_string
 from .collectives import all_gather, all_reduce, from_one, reduce_scatter
@@ -73,8 +74,7 @@ class Reader(Tensor):
         for tensor in tensors_in(list(args[:1])):
             if isinstance(tensor, Reader) and is_in_place(name):
                 raise _written(tensor)
-        seen: dict[int, Tensor] = {}
-        return func(*_read_all(args, seen), **_read_all(kwargs, seen))
+        return _with_leaves(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -84,8 +84,7 @@ class Reader(Tensor):
         for tensor in written_arguments(func, args, kwargs):
             if isinstance(tensor, Reader):
                 raise _written(tensor)
-        seen: dict[int, Tensor] = {}  # an op called from C++, which bypasses `__torch_function__`
-        return func(*_read_all(args, seen), **_read_all(kwargs, seen))
+        return _with_leaves(func, args, kwargs)  # an op called from C++, which bypasses `__torch_function__`
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Reader({self.dtype}, {list(self.shape)})"
@@ -100,17 +99,16 @@ def _written(leaf: Tensor) -> ReadOnlyError:
     )
 
 
-def _read_all(value: Any, seen: dict[int, Tensor]) -> Any:
-    if isinstance(value, Reader):
-        if id(value) not in seen:
-            seen[id(value)] = value._read()
-        return seen[id(value)]
-    if isinstance(value, dict):
-        return {name: _read_all(item, seen) for name, item in value.items()}
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        items = [_read_all(item, seen) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+def _with_leaves(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function with whole leaves in place of their readers, each read once."""
+    seen: dict[int, Tensor] = {}
+
+    def read(tensor: Tensor) -> Tensor:
+        if id(tensor) not in seen:
+            seen[id(tensor)] = whole(tensor)
+        return seen[id(tensor)]
+
+    return func(*map_tensors(read, args), **map_tensors(read, kwargs))
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -145,19 +143,18 @@ class Source:
 
     def gather(self) -> Tensor:
         """Return the whole leaf, in the dtype that a loss reads it in."""
-        read, placement = self.held.to(self.reading.param_dtype or self.held.dtype), self.placement
-        if placement.sharded and placement.here:
-            read = all_gather(read.flatten(), placement.mesh.shards)
-        if (holders := placement.holders) is None:
-            return placement.unpad(read) if placement.sharded else read
-        full = placement.unpad(read) if placement.here else read.new_zeros(placement.shape)
+        placement, holders = self.placement, self.placement.holders
+        if holders is None:
+            return self.read_here()
+        dtype = self.reading.param_dtype or self.held.dtype
+        full = self.read_here() if placement.here else self.held.new_zeros(placement.shape, dtype=dtype)
         return from_one(full, holders.stages, here=holders.first)
 
     def read_here(self) -> Tensor:
         """Return the whole leaf on the ranks of a pipeline that hold it; they alone may ask."""
         read, placement = self.held.to(self.reading.param_dtype or self.held.dtype), self.placement
         if placement.sharded:
-            read = all_gather(read, placement.mesh.shards)
+            read = all_gather(read.flatten(), placement.mesh.shards)
         return placement.unpad(read) if placement.partial else read
 
     def reduce(self, grad: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -344,7 +341,7 @@ def gathered(leaves: Sequence[Tensor]) -> list[Tensor]:
 def all_of(leaf: Sharded) -> Tensor:
     """Gather one leaf by itself, immediately, in its own dtype and without gradients."""
     with torch.no_grad():
-        return whole(gathered([Sharded(leaf.local, leaf.placement.without_reading())])[0])
+        return whole(gathered([Sharded(leaf.local, replace(leaf.placement, reading=None))])[0])
 
 
 def _handed(leaves: Sequence[Tensor], variables: Sequence[Tensor], read: _Read) -> list[Tensor]:

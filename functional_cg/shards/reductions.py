@@ -34,13 +34,6 @@ def _elements(local: Tensor, placement: Placement, fill: float = 0.0) -> Tensor:
     return placement.masked(local, fill) if placement.here else torch.full_like(local.new_empty(1), fill)
 
 
-def _extreme(value: Tensor, placement: Placement, op: Literal["max", "min"]) -> Tensor:
-    """Return the largest or smallest value over the ranks; NaN if any rank has NaN, which collectives may ignore."""
-    if not value.is_floating_point():
-        return _across(value, placement, op)
-    return _largest(value, lambda both: _across(both, placement, op), 1 if op == "max" else -1)
-
-
 def _largest(value: Tensor, across: Callable[[Tensor], Tensor], sign: int = 1) -> Tensor:
     missing = value.isnan().to(value.dtype) * sign
     extreme, some = across(torch.stack([value, missing])).unbind()
@@ -55,14 +48,25 @@ def _mean(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tens
     return _sum(local, placement, named) / placement.numel
 
 
+def _extreme(local: Tensor, placement: Placement, op: Literal["max", "min"]) -> Tensor:
+    """Return the largest or smallest value over the ranks; NaN if any rank has NaN, which collectives may ignore."""
+    sign, floating = 1 if op == "max" else -1, local.is_floating_point()
+    limits = (
+        (-math.inf, math.inf) if floating else (torch.iinfo(local.dtype).min, torch.iinfo(local.dtype).max)
+    )
+    held = _elements(local, placement, limits[op == "min"])
+    value = held.amax() if op == "max" else held.amin()
+    if not floating:
+        return _across(value, placement, op)
+    return _largest(value, lambda both: _across(both, placement, op), sign)
+
+
 def _max(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
-    lowest = -math.inf if local.is_floating_point() else torch.iinfo(local.dtype).min
-    return _extreme(_elements(local, placement, lowest).amax(), placement, "max")
+    return _extreme(local, placement, "max")
 
 
 def _min(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
-    highest = math.inf if local.is_floating_point() else torch.iinfo(local.dtype).max
-    return _extreme(_elements(local, placement, highest).amin(), placement, "min")
+    return _extreme(local, placement, "min")
 
 
 def _any(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:

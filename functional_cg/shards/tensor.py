@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LayoutError, ReadOnlyError
-from ..tensors.aten import named_arguments, tensors_in, written_arguments
+from ..tensors.aten import map_tensors, named_arguments, tensors_in, written_arguments
 from ..tensors.op_table import row_of
 from .placement import Placement
 from .reductions import REDUCTIONS, norms
@@ -180,16 +180,6 @@ def title(leaf: Sharded) -> str:
     return f"{path}{dtype}{list(leaf.placement.shape)} {leaf.placement.describe()}"
 
 
-def _map(function: Any, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {name: _map(function, item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map(function, item) for item in value)
-    return value
-
-
 def _whole(tensor: Tensor) -> Tensor:
     return tensor.local if isinstance(tensor, Sharded) else tensor
 
@@ -245,8 +235,8 @@ def _elementwise(
         # in type promotion.
         return mine if home.shape or mine.dim() else mine.reshape(1)
 
-    out = func(*_map(own, args), **_map(own, kwargs))
-    return _map(lambda t: by_local[id(t)] if id(t) in by_local else Sharded(t, home), out)
+    out = func(*map_tensors(own, args), **map_tensors(own, kwargs))
+    return map_tensors(lambda t: by_local[id(t)] if id(t) in by_local else Sharded(t, home), out)
 
 
 def _same_elements(func: Any) -> bool:
@@ -264,7 +254,7 @@ def _replicated(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], sourc
     """
     by_local = {id(source.local): source for source in sources}
     homes = {source.placement.shape: source.placement for source in sources}
-    out = func(*_map(_whole, args), **_map(_whole, kwargs))
+    out = func(*map_tensors(_whole, args), **map_tensors(_whole, kwargs))
     if not _same_elements(func):
         return out
 
@@ -272,7 +262,7 @@ def _replicated(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], sourc
         home = homes.get(tuple(t.shape))
         return by_local[id(t)] if id(t) in by_local else t if home is None else Sharded(t, home)
 
-    return _map(placed_again, out)
+    return map_tensors(placed_again, out)
 
 
 def _viewed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], source: Sharded) -> Sharded:

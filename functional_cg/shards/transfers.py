@@ -9,7 +9,7 @@ another.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -89,8 +89,9 @@ _library._register_fake("receive", _receive_fake)
 _library._register_fake("end", lambda launched, value, after: torch.empty_like(after))
 SEND = torch.ops.fcg.send.default
 RECEIVE = torch.ops.fcg.receive.default
-TRANSFERS = (SEND, RECEIVE, torch.ops.fcg.end.default)
-WAITS = (WAIT, torch.ops.fcg.end.default)  # what waits for its first argument
+END = torch.ops.fcg.end.default
+TRANSFERS = (SEND, RECEIVE, END)
+WAITS = (WAIT, END)  # what waits for its first argument
 
 
 def is_between_ranks(op: Any) -> bool:
@@ -112,16 +113,14 @@ def send(value: Tensor, after: Tensor, to: int, group: str) -> Tensor:
       to: The receiver's position in the group: 0 or 1.
       group: Name of the group of sender and receiver.
     """
-    token: Tensor = SEND(value, after, to, group)
-    return token
+    return cast("Tensor", SEND(value, after, to, group))
 
 
 def receive(
     after: Tensor, shape: Sequence[int], dtype: torch.dtype, source: int, group: str
 ) -> tuple[Tensor, Tensor]:
     """Receive a contiguous tensor of a shape, and return it with a token; ``wait`` for it before it is read."""
-    value, token = RECEIVE(after, list(shape), dtype, source, group)
-    return value, token
+    return cast("tuple[Tensor, Tensor]", RECEIVE(after, list(shape), dtype, source, group))
 
 
 def end(launched: Tensor, value: Tensor, after: Tensor) -> Tensor:
@@ -132,11 +131,9 @@ def end(launched: Tensor, value: Tensor, after: Tensor) -> Tensor:
       value: What is sent.
       after: Token of the transfer before.
     """
-    token: Tensor = torch.ops.fcg.end(launched, value, after)
-    return token
+    return cast("Tensor", END(launched, value, after))
 
 
 def wait(received: Tensor) -> Tensor:
     """Wait until a value has arrived, and return it."""
-    value: Tensor = WAIT(received)
-    return value
+    return cast("Tensor", WAIT(received))

@@ -77,6 +77,18 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return an argument or result of a function with ``function`` applied to each tensor."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {name: map_tensors(function, item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        items = [map_tensors(function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
 def named_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by schema name, defaults included."""
     named = {}

@@ -11,20 +11,16 @@ Data:
   like            trees of the same structure, shapes and dtypes with other values
   shapes, dtypes  shapes, 0-dim and empty ones too; dtypes
   buffer_specs    shape, dtype and strides of a leaf
-  whole_numbers   elements that float arithmetic keeps exact
 
 Programs:
 
   optimizers      optimizers of ``fcg.optim``
   step_fns        random pure steps over random states
-  exact_step_fns  random steps on whole numbers, for which every lowering gives the same
-  StepProgram     what the two draw; its repr is its program text
+  StepProgram     what ``step_fns`` draws; its repr is its program text
 """
 
 from __future__ import annotations
 
-from .exact import exact_step_fns as exact_step_fns
-from .exact import whole_numbers as whole_numbers
 from .programs import StepProgram as StepProgram
 from .programs import optimizers as optimizers
 from .programs import step_fns as step_fns

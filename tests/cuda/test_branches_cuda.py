@@ -13,7 +13,6 @@ import functional_cg as fcg
 from functional_cg.stages.plan import AtenPlan
 from functional_cg.stages.run.capture import CUDABackend
 from functional_cg.testing import assert_trees_all_equal
-from functional_cg.testing import strategies as fst
 from tests.branched import schedules
 from tests.cuda.helpers_cuda import (
     DEVICE,
@@ -26,6 +25,7 @@ from tests.cuda.helpers_cuda import (
     wait,
 )
 from tests.exact_programs import drawn
+from tests.exact_steps import exact_step_fns
 from tests.overwritten import overwritten
 from tests.shares import THOROUGH
 
@@ -73,7 +73,7 @@ def assert_each_is_its_line(programs: Iterable[Any], *lowering: str) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("of", [fst.exact_step_fns(), overwritten()], ids=["any", "overwritten"])
+@pytest.mark.parametrize("of", [exact_step_fns(), overwritten()], ids=["any", "overwritten"])
 def test_exact_programs_in_branches_of_a_graph(of: Any) -> None:
     assert_each_is_its_line(drawn(PROGRAMS // 2, 0, of))
 
@@ -98,7 +98,7 @@ def test_two_networks_side_by_side(lowering: Any) -> None:
 
 @needs_gpu
 def test_exact_programs_in_branches_of_a_compiled_step() -> None:
-    assert_each_is_its_line(drawn(PROGRAMS // 10, 1, fst.exact_step_fns()), "inductor")
+    assert_each_is_its_line(drawn(PROGRAMS // 10, 1, exact_step_fns()), "inductor")
 
 
 @needs_gpu

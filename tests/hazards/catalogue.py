@@ -1189,13 +1189,14 @@ HAZARDS = (
     _row(230, 2, "N237", "an ulp decides what a quotient of halves is rounded to; kernels round in different places",
          "impossible: by the formulas of the kernels, those of a CPU and those of a GPU",
          "division::test_in_half_precision", "division::test_compiled"),
-    _row(231, 1, "N238 N239", "a formula that ends in a choice returns what it has computed: in half precision, unrounded",
-         "impossible: what a call returns is rounded, unless it was before", "half::test_what_a_rounding_loses_is_there"),
+    _row(231, 1, "N238 N239", "what a formula has computed is chosen from, and returned: in half precision, unrounded",
+         "impossible: what a call returns is rounded, unless it was before",
+         "half::test_what_a_rounding_loses_is_there"),
     _row(232, 1, "", "a compiler returns a sum that keeps its dimensions as a vector",
          "impossible: it gets the shape of the trace; another number, or order, of elements is refused",
          "trial::test_a_result_that_a_compiler_returns_as_a_vector_has_the_shape_of_the_trace",
          "trial::test_a_sum_over_rows_beside_one_over_columns_keeps_its_dimensions"),
-    _row(233, 1, "N240", "a compiled step is found wrong at a call, and goes on at the next ones, which are not compared",
+    _row(233, 1, "N240", "a compiled step is found wrong at a call, and goes on at the next, which are not compared",
          "refused: MiscompileError, at each later call", "trial::test_a_step_that_was_found_wrong_stays_refused"),
 )
 # fmt: on

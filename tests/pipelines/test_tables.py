@@ -10,10 +10,10 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 import functional_cg as fcg
-from functional_cg.pipelines.actions import Action, Table, read_rows
-from functional_cg.pipelines.model import run
-from functional_cg.pipelines.order import arrivals, prove, with_transfers
+from functional_cg.pipelines.actions import COSTS, Action, Table, read_rows
+from functional_cg.pipelines.order import arrivals, efficiency, ends_of, prove, with_transfers
 from functional_cg.pipelines.schedules import NAMES, edges_of, forward_of, table_of
+from tests.pipelines.model import run
 
 SINGLE = ("gpipe", "1f1b")
 
@@ -92,7 +92,9 @@ def test_each_table_ends_whether_ranks_wait_for_transfers_or_not(
 def test_how_busy_ranks_are_at_best(name: str, ranks: int, microbatches: int, busy: float, held: int) -> None:
     table = of(name, ranks, microbatches)
     found = run(table)
-    assert found.efficiency(table) == pytest.approx(busy, abs=1e-3)
+    ends, begins = ends_of(table, transfer=0.0), dict(one for row in found.begins for one in row)
+    assert begins == {action: end - COSTS[action.kind] for action, end in ends.items()}
+    assert found.efficiency(table) == efficiency(table) == pytest.approx(busy, abs=1e-3)
     assert max(found.in_flight) == held
 
 

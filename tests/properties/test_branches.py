@@ -17,6 +17,7 @@ from functional_cg.stages.run.capture import CPUBackend
 from functional_cg.testing import assert_replay_equals_eager
 from functional_cg.testing import strategies as fst
 from tests.branched import branched, inputs, plan_of, schedules
+from tests.exact_steps import exact_step_fns
 from tests.overwritten import overwritten
 from tests.shares import THOROUGH
 
@@ -25,7 +26,7 @@ a_share = hypothesis.settings(max_examples=2000 if THOROUGH else 8)
 
 
 @a_share
-@given(program=fst.exact_step_fns(), lanes=st.integers(2, 6), number=st.integers(0, 2**16))
+@given(program=exact_step_fns(), lanes=st.integers(2, 6), number=st.integers(0, 2**16))
 def test_exact_programs_in_branches(program: fst.StepProgram, lanes: int, number: int) -> None:
     with schedules(number):
         assert_replay_equals_eager(branched(program, lanes), program.state, inputs(program.x, CALLS, number))

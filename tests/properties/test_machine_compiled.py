@@ -15,9 +15,10 @@ from hypothesis.stateful import run_state_machine_as_test
 import functional_cg as fcg
 from functional_cg import tree
 from functional_cg.testing.stateful import machine
-from functional_cg.testing.strategies import like, whole_numbers
+from functional_cg.testing.strategies import like
 from tests.compiled_graphs import compiled
 from tests.exact_programs import EXACT
+from tests.exact_steps import whole_numbers
 
 LIMITS = settings(
     deadline=None,

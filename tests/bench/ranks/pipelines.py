@@ -39,8 +39,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import functional_cg as fcg
 from functional_cg import optim, sharding
-from functional_cg.pipelines.model import run
 from functional_cg.pipelines.schedules import forward_of
+from tests.pipelines.model import run
 
 from ..systems.by_hand import captured
 from .jobs import SIZES, Job, cross_entropy

@@ -18,14 +18,14 @@ from hypothesis import event
 from hypothesis import strategies as st
 from torch import Tensor
 
-from .. import random as keyed
-from .. import tree as pytree
-from ..state.handle import snapshot
-from ..transforms.autodiff import grad
-from ..transforms.control import cond
-from ..transforms.remat import remat
-from .programs import Operation, StepProgram
-from .trees import Draw, like
+from functional_cg import random as keyed
+from functional_cg import tree as pytree
+from functional_cg.state.handle import snapshot
+from functional_cg.testing.programs import Operation, StepProgram
+from functional_cg.testing.trees import Draw, like
+from functional_cg.transforms.autodiff import grad
+from functional_cg.transforms.control import cond
+from functional_cg.transforms.remat import remat
 
 __all__ = ["exact_step_fns", "whole_numbers"]
 
@@ -315,8 +315,7 @@ def exact_step_fns(
       device: Device of its state and its input.
 
     Example:
-      >>> import functional_cg as fcg
-      >>> from hypothesis import given, settings, strategies as st
+      >>>       >>> from hypothesis import given, settings, strategies as st
       >>> from functional_cg.testing import assert_replay_equals_eager
       >>> from functional_cg.testing.strategies import exact_step_fns, inputs, whole_numbers
       >>> @settings(deadline=None, max_examples=2)

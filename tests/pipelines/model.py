@@ -1,8 +1,9 @@
 """A model of how a table runs: when each action begins, how many micro-batches are in flight, or what is stuck.
 
-Ranks compute in the order of their rows. Both ends of a transfer stand in the queue of a communicator, from when the
-computations in front of them have ended, and it takes place when it is first in line on both ranks. Ranks compute on
-meanwhile, until they need what is to arrive, or they wait for each transfer.
+It knows by itself what needs what, and so judges what is placed and proven. Ranks compute in the order of their rows.
+Both ends of a transfer stand in the queue of a communicator, from when the computations in front of them have ended,
+and it takes place when it is first in line on both ranks. Ranks compute on meanwhile, until they need what is to
+arrive, or they wait for each transfer.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .actions import COSTS, Action, Kind, Table
+from functional_cg.pipelines.actions import COSTS, Action, Table
 
-__all__ = ["Run", "described", "run"]
+__all__ = ["Run", "run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +109,8 @@ def _ready(table: Table, action: Action, ended: Mapping[Action, float]) -> float
 
 def _made(send: Action) -> list[Action]:
     """Return the computations one of which makes what is sent."""
-    kinds: tuple[Kind, ...] = ("F",) if send.kind == "SEND_F" else ("B", "I")
-    return [Action(send.stage, kind, send.microbatch) for kind in kinds]
+    kinds = ("F",) if send.kind == "SEND_F" else ("B", "I")
+    return [Action(send.stage, kind, send.microbatch) for kind in kinds]  # type: ignore[arg-type]
 
 
 def _first(ended: Mapping[Action, float], actions: list[Action]) -> float | None:
@@ -142,12 +143,3 @@ def _held(table: Table, row: tuple[Action, ...]) -> list[int]:
         count += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
         out.append(count)
     return out
-
-
-def described(table: Table) -> str:
-    """Describe a table in text: how busy ranks are if a backward takes twice as long as a forward, and its rows."""
-    found = run(table)
-    busy, held = found.efficiency(table), max(found.in_flight)
-    head = f"{table.stages} stages, at best {busy:.0%} busy, at most {held} in flight"
-    rows = (" ".join(str(action) for action in row if action.computes) for row in table.rows)
-    return "\n".join([head, *(f"  rank {rank}  {row}" for rank, row in enumerate(rows))])
