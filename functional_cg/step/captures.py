@@ -293,10 +293,10 @@ class Transform(Generic[P, R]):
             captured.launched()
             lowered.counts = True
         except BaseException:
-            # It never ran: keep nothing of it, since the corrected call may have another layout.
+            # It never ran: keep nothing of it, since the corrected call may have another layout, unless it is wrong.
             if new and key in self._captured:
                 self._captured.pop(key).close()
-            if not lowered.counts:
+            if not lowered.counts and lowered.refuted is None:
                 self._forget([lowered])
             raise
         if not (self._to_verify or call.statics or self._closed):

@@ -21,7 +21,6 @@ from ..concurrency.garbage import no_garbage_collection
 from ..concurrency.interrupts import held_back, uninterrupted
 from ..errors import CaptureError
 from ..options import Certify
-from ..shards.mesh import Mesh
 from ..shards.peers import on_any
 from ..stages.lower.functions import FunctionsPlan
 from ..stages.plan import Backend, Before, Buffers, Replay
@@ -57,6 +56,7 @@ def certify(
       MiscompileError: If the plan computes something else.
       CaptureError: If it was asked for, and memory is too little.
     """
+    _refuse_refuted(lowered)
     start, mesh = time.perf_counter(), lowered.mesh
     plan = lowered.plan
     kind = TrialOfFunctions if isinstance(plan, FunctionsPlan) and plan.one_by_one else Trial
@@ -72,7 +72,7 @@ def certify(
         # Slow after compiling, and a capture begins with one.
         with _alone(turn.shut() for turn in turns), no_garbage_collection():
             found = _differences(trial, Space.of(lowered.reference, buffers, inputs=True))
-    _refuse(lowered.name, found, mesh, trial)
+    _refuse(lowered, found, trial)
     lowered.certificate = Certificate(not trial.lacking, _lacking(trial), trial.share)
     if trial.lacking and asked is True:
         raise CaptureError.of(
@@ -117,6 +117,7 @@ class Certified:
         self._give_back()
 
     def __call__(self, before: Before, /) -> Sequence[Tensor]:
+        _refuse_refuted(self._lowered)
         self._calls += 1
         if self._calls != self._due:
             return self._replay(before)
@@ -143,7 +144,7 @@ class Certified:
         found: Sequence[Difference] = ()
         try:
             metrics, found = trial.again(space, partial(self._replay, ()), recorded)
-            _refuse(lowered.name, found, lowered.mesh, trial, call=self._calls)
+            _refuse(lowered, found, trial, call=self._calls)
         except BaseException as error:
             space.reset()
             # Of several ranks, the others wait for what this one has found.
@@ -199,18 +200,30 @@ def _lacking(trial: Trial) -> str:
     return f"by {gib}, which its calls one by one take more than is free" if trial.lacking else ""
 
 
-def _refuse(name: str, found: Sequence[Difference], mesh: Mesh | None, trial: Trial, call: int = 1) -> None:
+def _refuse(lowered: Lowered, found: Sequence[Difference], trial: Trial, call: int = 1) -> None:
+    """Raise if a comparison has found a difference; from then on no call of the plan counts."""
+    name, mesh = lowered.name, lowered.mesh
     if not on_any(mesh, name, bool(found)):
         return
     on_others = f"; here, on other values made from those of the call ({trial.kind})" if trial.kind else ""
     where = f"rank {mesh.rank} has found no difference, another rank has" if mesh is not None else ""
-    raise miscompiled(
+    which = "the first call" if call == 1 else f"call {call:,}"
+    lowered.certificate = Certificate(
+        certified=False, why_not=f"{which} found that it computes something else"
+    )
+    lowered.refuted = partial(
+        miscompiled,
         name,
         "something else; the state is unchanged.",
-        map(str, found) if found else [where],
-        f"Before {'the first call' if call == 1 else f'call {call:,}'} changes the state, the compiled step is "
-        f"compared with its calls, run one by one{on_others}.",
+        list(map(str, found)) if found else [where],
+        f"Before {which} changes the state, the compiled step is compared with its calls, run one by one{on_others}.",
     )
+    raise lowered.refuted()
+
+
+def _refuse_refuted(lowered: Lowered) -> None:
+    if lowered.refuted is not None:
+        raise lowered.refuted()
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from ..call.mismatch import alike, layout_differences, layout_fix, order_differe
 from ..call.signature import Call
 from ..call.staging import Staging
 from ..concurrency.turns import Turn
-from ..errors import LayoutError
+from ..errors import LayoutError, MiscompileError
 from ..manual import Documented
 from ..messages.html import Html, card, element, fold, line
 from ..messages.units import first, size_of
@@ -272,6 +272,7 @@ class Lowered(metaclass=Documented):
       inspection: What was checked; prints as text.
       reference: The traced calls before any rewrite.
       certificate, trial: Whether a compiled plan was compared with them, set at its capture; what compares it.
+      refuted: Makes the error of a plan that was found to compute something else.
       tables, groups: Constants that functions remember; process groups on a GPU.
       orders: Other orders of keys, and whether the function does the same with them.
       counts: Whether a call has run it or it was captured on demand; otherwise ``max_captures`` ignores it.
@@ -289,6 +290,7 @@ class Lowered(metaclass=Documented):
     groups: Groups
     certificate: Certificate | None = None
     trial: Trial | None = None
+    refuted: Callable[[], MiscompileError] | None = None
     counts: bool = False
     capture_here: Callable[[], Captured] | None = None
     orders: dict[tuple[Any, ...], bool] = field(default_factory=dict)
