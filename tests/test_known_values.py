@@ -213,6 +213,8 @@ UNSURE: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]] = {
     "normal": (lambda: torch.randn([]), lambda r: r < -100.0),
     "rounded to its end": (lambda: torch.rand([]).half(), lambda r: r >= 1.0),
     "wrapped around": (lambda: torch.rand([]).mul(1e6).to(torch.int8), lambda r: r < 0),
+    "turned in place": (lambda: torch.rand([]).mul_(6.0).sin_(), lambda r: r < 0.5),
+    "folded in place": (lambda: torch.rand([]).sub_(0.5).abs_(), lambda r: r < 0.25),
     "no number": (lambda: torch.rand([]) * float("inf"), lambda r: r >= 0),
 }
 

@@ -293,6 +293,28 @@ def does_more_at_first(held: dict[str, Tensor], x: Tensor) -> Tensor:
     return x * held["table"]
 
 
+def writes_two_at_once(held: dict[str, Tensor], x: Tensor) -> Tensor:
+    sums = [torch.zeros_like(x), torch.zeros_like(x)]
+    torch._foreach_add_(sums, [x, x * 2])
+    if "table" not in held:
+        held["table"] = new_table()
+        return sums[0]
+    return sums[1]
+
+
+def adds_a_number_later(number: int) -> Callable[[dict[str, Tensor], Tensor], Tensor]:
+    """Whatever number a numbering of values gives to `y`: it is not that number."""
+
+    def function(held: dict[str, Tensor], x: Tensor) -> Tensor:
+        y = x * 3
+        if "table" not in held:
+            held["table"] = new_table()
+            return x + y
+        return x + number
+
+    return function
+
+
 def remembers_an_input(held: dict[str, Tensor], x: Tensor) -> Tensor:
     if "x" not in held:
         held["x"] = x * 2
@@ -305,6 +327,8 @@ def remembers_an_input(held: dict[str, Tensor], x: Tensor) -> Tensor:
         (counts, fcg.BakedValueError),
         (counts_in_place, fcg.ReadOnlyError),
         (does_more_at_first, fcg.BakedValueError),
+        (writes_two_at_once, fcg.BakedValueError),
+        *((adds_a_number_later(number), fcg.BakedValueError) for number in range(8)),
         (remembers_an_input, fcg.SideEffectError),
     ],
 )

@@ -19,7 +19,7 @@ from .signature import Call
 __all__ = ["alike", "layout_differences", "layout_fix", "order_differences", "states_fix"]
 
 
-def differing(expected: InputLayout, got: InputLayout) -> list[tuple[str, Any, Any]]:
+def _differing(expected: InputLayout, got: InputLayout) -> list[tuple[str, Any, Any]]:
     """Return (name, expected, got) for each leaf that differs between two layouts of one structure."""
     leaves = zip(expected.names, expected.leaves, got.leaves, strict=True)
     return [(name, want, have) for name, want, have in leaves if not _fits(want, have)]
@@ -33,13 +33,13 @@ def _fits(want: Any, have: Any) -> bool:
 
 def alike(expected: InputLayout, got: InputLayout) -> bool:
     """Whether two layouts differ in the order of keys at most."""
-    return expected.treedef == got.treedef and not differing(expected, got)
+    return expected.treedef == got.treedef and not _differing(expected, got)
 
 
 def layout_differences(expected: InputLayout, got: InputLayout) -> list[str]:
     """Return all differences between two layouts, one line each."""
     if expected.treedef == got.treedef:
-        found = differing(expected, got)
+        found = _differing(expected, got)
         return [f"{name}  expected {_shown(want)}   got {_shown(have)}" for name, want, have in found]
     want, have = (dict(zip(one.names, map(_shown, one.leaves), strict=True)) for one in (expected, got))
     before, now = expected.arguments, got.arguments
@@ -80,7 +80,7 @@ def layout_fix(expected: InputLayout, got: InputLayout, more: str) -> str:
     """
     if expected.treedef != got.treedef:
         return _structure_fix("", expected.arguments, got.arguments, more)
-    pairs = differing(expected, got)
+    pairs = _differing(expected, got)
     if not pairs:
         return (
             "give the keys that order, as in `{key: batch[key] for key in order}`, since the function does otherwise "

@@ -97,10 +97,12 @@ def user_frame(frame: FrameType | None = None, until: CodeType | None = None) ->
       frame: Where to begin.
       until: Code of the frame at which to stop and return None.
     """
-    inner = itertools.takewhile(
-        lambda one: one.f_code is not until, frames(sys._getframe(1) if frame is None else frame)
-    )
-    return next((one for one in inner if is_user_file(one.f_code.co_filename)), None)
+    frame = sys._getframe(1) if frame is None else frame
+    while frame is not None and frame.f_code is not until:  # for each op of a trace: no generators
+        if is_user_file(frame.f_code.co_filename):
+            return frame
+        frame = frame.f_back
+    return None
 
 
 def own_frame(frame: FrameType | None) -> FrameType | None:

@@ -38,7 +38,8 @@ def gradients(
         if holders is None or holders.here:
             stages = [n for n in reversed(range(table.stages)) if number in found.stages[n].grads]
             parts = [sums.get((n, number)) for n in stages]
-            total = _summed(parts, holders, found.params[number].spec, dtype)
+            apart = len({table.owners[n] for n in stages}) == 2
+            total = _summed(parts, holders, found.params[number].spec, dtype, apart=apart)
         if total is None:
             return torch.zeros_like(variable, dtype=dtype or variable.dtype)
         total = total / table.microbatches
@@ -52,12 +53,22 @@ def _summed(
     holders: Holders | None,
     like: BufferSpec,
     dtype: torch.dtype | None,
+    *,
+    apart: bool,
 ) -> Tensor | None:
-    """Return the sum of the stages' parts in one order on all ranks; None if there are none."""
+    """Return the sum of the stages' parts in one order on all ranks; None if there are none.
+
+    Args:
+      parts: The parts; None for those that are not here.
+      holders: The ranks that hold the leaf; None for all.
+      like: Layout of a part.
+      dtype: Dtype of the sum; None for that of the parts.
+      apart: Whether two ranks have made them.
+    """
     if holders is not None and len(holders.ranks) > 1:
         axis = holders.axis
         empty = torch.zeros(like.shape, dtype=dtype or like.dtype, device=like.device)
-        if len(parts) == 2:  # a sum of two and of zeros is the same in any order
+        if len(parts) == 2 and apart:  # a sum of two and of zeros is the same in any order
             own = next((part for part in parts if part is not None), empty)
             return all_reduce(own, axis)
         parts = [from_one(empty if part is None else part, axis, here=part is not None) for part in parts]

@@ -212,7 +212,7 @@ class Transform(Generic[P, R]):
     def anew(self, *, backend: BackendChoice | None = None) -> Self:
         """Return a new step with the same function and options, which shares the traces but no captures."""
         new = type(self)(self._fn, **(self._given | ({} if backend is None else {"backend": backend})))
-        new._lowered = self._lowered
+        new._lowered, new._constants = self._lowered, self._constants
         return new
 
     def __enter__(self) -> Self:
@@ -350,7 +350,7 @@ class Transform(Generic[P, R]):
             if lowered.runs(call, self._recipe):
                 return lowered
         if len(group) >= self._options.max_captures:
-            self._forget([lowered for lowered in group if not lowered.counts])
+            self._forget([one for one in group if not one.counts and one.refuted is None])
         if len(group) >= self._options.max_captures:
             raise group[0].refusal(call, self._kind, self._options.max_captures)
         if not group and len(self._lowered) >= _MAX_STATIC_COMBINATIONS:

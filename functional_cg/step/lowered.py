@@ -110,6 +110,7 @@ class Captured(metaclass=Documented):
         # Where each state is among the arguments, and which slots it must be.
         self._bound = [(s.position, s.arena, s.start, s.stop - s.start) for s in call.states]
         positions = [position for position, *_ in self._bound]
+        self._last = max(positions, default=-1)
         # One within the other: the step's turn, and then those of its states.
         self.turns: tuple[Any, ...] = ()
         for one in sorted({arena.turn for arena in self.arenas}, key=lambda turn: turn.rank, reverse=True):
@@ -160,9 +161,8 @@ class Captured(metaclass=Documented):
                         turn.busy = busy
             return result
 
-        # Does the call fit? The inputs by their layout, the states by their memory, the host by what was read of it.
-        leaves = self._match(args, kwargs)
-        if leaves is None:
+        # Does the call fit? The states by their memory, the inputs by their layout, the host by what was read of it.
+        if len(args) <= self._last:
             return MISS
         for position, arena, start, size in self._bound:
             state = args[position]
@@ -176,6 +176,9 @@ class Captured(metaclass=Documented):
                 return MISS
         state = args[0] if self._donates else None
         if state is not None and state._owner is not None:  # a part of it, even if it has all leaves
+            return MISS
+        leaves = self._match(args, kwargs)
+        if leaves is None:
             return MISS
         if not self._unchanged() or not (self._supposed is None or self._supposed.holds(args)):
             return MISS
@@ -224,7 +227,7 @@ class Captured(metaclass=Documented):
     def taken_over(self, treedef: Any, plan: Any, leaves: Sequence[Tensor]) -> Handle | None:
         """Return a new state in the first arena if that has this layout and is free; None otherwise."""
         arena = self.arenas[0]
-        if self._treedef != treedef or arena.plan != plan or not arena.vacant:
+        if not arena.vacant or self._treedef != treedef or arena.plan != plan:
             return None
 
         def taken() -> Handle | None:  # unless another thread took it first

@@ -27,6 +27,7 @@ __all__ = [
     "full_name",
     "is_batched",
     "is_in_place",
+    "map_tensors",
     "named_arguments",
     "of_another_library",
     "one_unwrapped",

@@ -69,13 +69,13 @@ class Numbers:
         # Compared as text, since 1 == 1.0 == True and 0.0 == -0.0.
         made = op, repr(self._told((args, tuple(kwargs.items()))))
         copied = self.of(args[0]) if row_of(op).copies else None
-        for one in writes:
-            self._writes[self._storage_of(one)] = self.number(made)
+        for place, one in enumerate(writes):
+            self._writes[self._storage_of(one)] = self.number((*made, "writes", place))
         for place, one in enumerate(results):
             if one not in self._of:  # otherwise it is an argument written in place
                 self.name(one, self.number((*made, place)) if copied is None else copied)
 
     def _told(self, value: Any) -> Any:
         if isinstance(value, self._kind):
-            return self.of(value)
+            return f"value {self.of(value)}"  # an argument may be the number itself
         return list(map(self._told, value)) if isinstance(value, (list, tuple)) else value

@@ -138,10 +138,9 @@ def _keeps_order(instr: Instr) -> bool:
     """Whether a call keeps or reverses the order of the one tensor whose numbers it reads."""
     if not all(one.spec.dtype.is_floating_point for one in instr.outputs()) or instr.op is _aten.view.dtype:
         return False  # integers wrap around
-    numbers = [one for one in instr.inputs() if one not in instr.writes]
-    return (
-        not numbers or row_of(instr.op).selects or (instr.name.rstrip("_") in _MONOTONE and len(numbers) == 1)
-    )
+    name = instr.name.rstrip("_")
+    numbers = [one for one in instr.inputs() if name != "copy" or one not in instr.writes]
+    return not numbers or row_of(instr.op).selects or (name in _MONOTONE and len(numbers) == 1)
 
 
 def _filled(var: Var, number: int) -> Tensor:

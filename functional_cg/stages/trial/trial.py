@@ -248,7 +248,8 @@ class TrialOfFunctions(Trial):
     ) -> tuple[Sequence[Tensor], list[Difference]]:
         found = self._compared(space)
         space.reset()
-        return (() if found else run()), found
+        refused = self._together(bool(found))  # a rank that runs alone would wait for the others
+        return (() if refused else run()), found
 
     def _compared(self, space: Space, kind: str = "") -> list[Difference]:
         if kind:
