@@ -106,11 +106,11 @@ def test_a_step_that_shares_the_traces_of_another_watches_its_constants_too() ->
     step = fcg.graph_fn(lambda x: x * table, constants=(table,))
     again = step.anew()
     for one in (step, again):
-        one(torch.ones(3))
+        one(torch.ones(4))
     table.add_(1)
     for one in (step, again):
         with pytest.raises(fcg.BakedValueError):
-            one(torch.ones(3))
+            one(torch.ones(4))
 
 
 def test_a_constant_of_a_subclass_is_refused_and_the_advice_works() -> None:
