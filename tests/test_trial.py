@@ -528,6 +528,22 @@ def test_a_result_that_a_compiler_returns_as_a_vector_has_the_shape_of_the_trace
         turned(state, x)
 
 
+def test_a_part_of_a_result_takes_the_memory_of_that_part_and_shares_none() -> None:
+    def train_step(state: Any, x: Tensor) -> Any:
+        wide = x[:, :, None] * state["w"].sum(0)
+        return {"w": state["w"] * 0.9}, {"windows": (x[0] + 1).unfold(0, 3, 1), "first": wide[:, :, 0]}
+
+    step = fcg.graph_step(train_step, lowering=lambda graph, inputs: graph.forward)
+    state = fcg.place({"w": torch.ones(4, 5000).t().contiguous().t()})
+    for call in range(2):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(call))
+        state, metrics = step(state, x)
+        assert metrics["first"].untyped_storage().nbytes() == metrics["first"].nbytes
+        assert_trees_all_equal(metrics["windows"], (x[0] + 1).unfold(0, 3, 1))
+        metrics["windows"][0, 1] = 99.0
+        assert metrics["windows"][1, 0] != 99.0
+
+
 @pytest.mark.parametrize("wrong_at", [1, 2])
 def test_a_step_that_was_found_wrong_stays_refused(wrong_at: int) -> None:
     """At calls that are not compared, too, and at a first call on other values."""

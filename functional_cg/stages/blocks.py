@@ -112,7 +112,7 @@ class _Block:
       makes: What it computes that others read.
       sub_program: Its calls, which have variables of their own; so have the following ones.
       results: What it returned: some of what it makes or was given.
-      literals: The constants that its calls write: they are others each time.
+      literals: The constants that its calls write, or that it returns: they are others each time.
       reports: What it prints or taps.
     """
 
@@ -150,7 +150,8 @@ class _Block:
             return None
         if any(var.storage < start.storages for var in touched):
             return None
-        written = written_storages(calls)
+        # What it returns, others may write: then it is another one each time, too.
+        written = written_storages(calls) | {var.storage for var in made}
         own = [one for one in program.constants[start.constants :] if one.var.storage in written]
         fixed = {one.var for one in program.constants[start.constants :] if one not in own}
         reports = program.reports[start.reports :]

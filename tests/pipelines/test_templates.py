@@ -252,3 +252,52 @@ def test_results_that_are_one_value_and_what_nobody_reads_are_left_out() -> None
     for instr in templates_of(step.lower(x, y).program):
         assert [one.name for one in instr.op.calls] == ["exp", "log"]
         assert len(instr.op.results) == 2
+
+
+class Counted(torch.autograd.Function):
+    """The backward writes what the forward has made of a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.count = torch.tensor([0.0])
+        return x * (2 + ctx.count)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.count.add_(1)
+        return grad * ctx.count
+
+
+def _in_stages(stages: Any, microbatches: int) -> Any:
+    mesh = sharding.mesh({"stage": -1, "data": 1})
+    pipe = sharding.pipeline(mesh, schedule="1f1b", microbatches=microbatches)
+    params = {"w": torch.full((2, 4), 0.5), "v": torch.full((2, 1), 0.25)}
+    batch = {"x": torch.arange(16.0).reshape(8, 2) / 16}
+
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        return stages(pipe.cut, batch["x"] @ params["w"], params["v"])  # type: ignore[no-any-return]
+
+    state = fcg.TrainState.create(
+        params=params, optimizer=optim.sgd(1.0), sharding=pipe.zero(loss_fn, params, batch)
+    )
+
+    @fcg.graph_step(lowering="aten")
+    def train_step(state: Any, batch: Any) -> Any:
+        loss, grads = pipe.value_and_grad(loss_fn)(state.params, batch)
+        return state.apply_gradients(grads), {"loss": loss, "grad": grads["w"]}
+
+    return train_step(state, batch)[1]
+
+
+def test_a_literal_that_a_later_block_writes_is_another_one_in_each_micro_batch() -> None:
+    def stages(cut: Any, h: Tensor, v: Tensor) -> Tensor:
+        return ((cut(Counted.apply(h))[:, :2] @ v) ** 2).mean()
+
+    fcg.testing.assert_trees_all_close(_in_stages(stages, 4), _in_stages(stages, 1))
+
+
+def test_a_stage_may_take_views_alone() -> None:
+    def stages(cut: Any, h: Tensor, v: Tensor) -> Tensor:
+        return ((cut(cut(h).unflatten(1, (2, 2)).transpose(1, 2)) @ v) ** 2).mean()
+
+    fcg.testing.assert_trees_all_close(_in_stages(stages, 4), _in_stages(stages, 1))

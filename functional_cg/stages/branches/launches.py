@@ -96,22 +96,34 @@ class Launches(TorchDispatchMode):
         self._variables = Variables(self._mode)
         fakes = list(map(self._there, arguments))
         self._arguments: list[Var] = self._vars(fakes)
-        call = getattr(names["call"], "__func__", names["call"])
-        objects = [None] * (call.__code__.co_argcount - 1)  # of a method
         try:
-            scope = self._stand_ins({*call.__code__.co_names}, source, names, fakes, arguments)
-            with self._mode, self:
-                results = self._vars(FunctionType(call.__code__, scope)(*objects, list(fakes)))
+            self.units, self.code = self._followed(function, source, names, fakes, arguments, count)
         except UnknownLaunch:
             raise
         except Exception as error:  # of any op, or of a kernel that does not say what it writes
             raise UnknownLaunch(f"{type(error).__name__}: {words_of(error)}") from error
+
+    def _followed(
+        self,
+        function: str,
+        source: str,
+        names: Mapping[str, Any],
+        fakes: Sequence[Tensor],
+        arguments: Sequence[Tensor],
+        count: int,
+    ) -> tuple[list[Unit], Code]:
+        """Run the function on fake tensors; return its launches, and what there is beside them."""
+        call = getattr(names["call"], "__func__", names["call"])
+        objects = [None] * (call.__code__.co_argcount - 1)  # of a method
+        scope = self._stand_ins({*call.__code__.co_names}, source, names, fakes, arguments)
+        with self._mode, self:
+            results = self._vars(FunctionType(call.__code__, scope)(*objects, list(fakes)))
         for calls in self._waiting.values():  # results that nothing writes, since they have no elements
             self._calls += calls
         there = {*self._arguments, *self._constants}
         known = {var.storage for var in there}
-        first, self.units = units_of(self._calls, {}, known, self._made_for)
-        for unit in (first, *self.units):
+        first, units = units_of(self._calls, {}, known, self._made_for)
+        for unit in (first, *units):
             for instr in unit.calls:
                 unit.lines.append(self._writer.line(instr, there))
                 unit.defined += [(var.storage, repr(var)) for var in instr.outputs() if var not in there]
@@ -120,7 +132,7 @@ class Launches(TorchDispatchMode):
         kept = frozenset(var.storage for var in vars_in(results))
         kernels = [name for op, name in self._writer.ops.items() if isinstance(op, Kernel)]
         returned = self._writer.literal(tuple(results[:count]))
-        self.code = Code(function, first, returned, kept, known, kernels)
+        return units, Code(function, first, returned, kept, known, kernels)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -127,7 +127,11 @@ class InPlacePlan(FunctionsPlan):
         if self._spread is not None and self._heads[0].compiled is None:
             with ordinary():
                 without_gradients()
-                self._beside(self._spread, known)
+                try:
+                    self._beside(self._spread, known)
+                except BaseException:  # the next call begins anew
+                    self._heads[0].compiled = None
+                    raise
         super()._compile(known)
 
     def _beside(self, spread: Spread, known: Mapping[Var, Tensor]) -> None:

@@ -24,5 +24,13 @@ def in_a_range(
     """
     if os.environ.get("FCG_NVTX") != "1":
         return replay
-    named: Any = torch.cuda.nvtx.range(name)
-    return named(replay)  # type: ignore[no-any-return]
+    push, pop = torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
+
+    def named(before: Before) -> Any:
+        push(name)
+        try:
+            return replay(before)
+        finally:
+            pop()
+
+    return named
