@@ -315,9 +315,11 @@ def exact_step_fns(
       device: Device of its state and its input.
 
     Example:
-      >>>       >>> from hypothesis import given, settings, strategies as st
+      >>> import functional_cg as fcg
+      >>> from hypothesis import given, settings, strategies as st
       >>> from functional_cg.testing import assert_replay_equals_eager
-      >>> from functional_cg.testing.strategies import exact_step_fns, inputs, whole_numbers
+      >>> from functional_cg.testing.strategies import inputs
+      >>> from tests.exact_steps import exact_step_fns, whole_numbers
       >>> @settings(deadline=None, max_examples=2)
       ... @given(st.data())
       ... def test_replays(data):

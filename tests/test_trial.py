@@ -376,11 +376,12 @@ def test_a_compiled_step_that_goes_wrong_later_is_refused_before_its_state_count
         twin, _ = step.eager(twin, batch)
         if number == call:
             off.fill_(1)
-            generation = state.generation
+            generation, before = state.generation, fcg.snapshot(state)
             with pytest.raises(fcg.MiscompileError, match=rf"Before call {call} changes(.|\n)*") as error:
                 step(state, batch)
             assert "state.params['b1']" in str(error.value)
             assert state.generation == generation
+            assert_trees_all_equal(fcg.snapshot(state), before)
             assert f"not certified: call {call} found" in step.explain()
             break
         state, _ = step(state, batch)

@@ -269,13 +269,11 @@ class Lowered(metaclass=Documented):
     Attributes:
       name: Name of the user's function.
       states, layout: The states that it binds, and the layout of its inputs.
-      program: The traced calls, rewritten.
-      plan: What runs.
+      program, plan: The traced calls, rewritten; what runs.
       watch: Host values that are compared at each call.
       inspection: What was checked; prints as text.
       reference: The traced calls before any rewrite.
-      certificate, trial: Whether a compiled plan was compared with them, set at its capture; what compares it.
-      refuted: Makes the error of a plan that was found to compute something else.
+      certificate, trial, refuted: How a compiled plan compares with them; what compares it; the error if it is wrong.
       tables, groups: Constants that functions remember; process groups on a GPU.
       orders: Other orders of keys, and whether the function does the same with them.
       counts: Whether a call has run it or it was captured on demand; otherwise ``max_captures`` ignores it.

@@ -260,10 +260,10 @@ MUTANTS = (
         "a layout that has never run takes the place of another",
         (
             (
-                "            if not lowered.counts:\n                self._forget",
+                "            if not lowered.counts and lowered.refuted is None:\n                self._forget",
                 "            if False:\n                self._forget",
             ),
-            ("[lowered for lowered in group if not lowered.counts]", "[]"),
+            ("[one for one in group if not one.counts and one.refuted is None]", "[]"),
         ),
         (
             f"{AFTER_FAILURE}test_a_layout_that_was_lowered_only_takes_no_place",
@@ -535,7 +535,7 @@ MUTANTS = (
         (
             ("            if new and key in self._captured:\n", "            if False:\n"),
             (
-                "            if not lowered.counts:\n                self._forget",
+                "            if not lowered.counts and lowered.refuted is None:\n                self._forget",
                 "            if False:\n                self._forget",
             ),
         ),
@@ -640,7 +640,7 @@ MUTANTS = (
         "no liveness check: a tensor of the step that outlives its trace is not noticed",
         (
             (
-                "            refuse_kept(recipe.name, recorder.program, given, recorder.variables, kept)\n",
+                "            refuse_kept(recipe.name, recorder.program, recorder.variables, recorder.release())\n",
                 "            recorder.release()\n",
             ),
         ),
@@ -932,7 +932,7 @@ MUTANTS = (
     Mutant(
         "N89",
         "results that lie otherwise than traced are left so",
-        ((" for var in unsure(instr))]\n", " for var in ())]\n"),),
+        ((" for var in unsure(instr)),\n", " for var in ()),\n"),),
         ("tests/test_kernel_results.py::test_results_that_lie_otherwise_than_traced_are_laid_out[cpu-aten]",),
         no_gpu="told on the host",
     ),

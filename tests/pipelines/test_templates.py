@@ -214,7 +214,7 @@ def test_a_template_frees_what_it_is_given_after_its_last_use() -> None:
         first.of = second.of = weakref.ref(out[0])
         return out
 
-    plan._ops["op_maker"] = made_by
+    plan._writer.names["op_maker"] = made_by
     (found,) = plan.bind(Buffers([], [torch.zeros(3)], []))(())
     assert found.tolist() == [3.0, 3.0, 3.0]
     assert (first.alive, second.alive) == (True, False)
