@@ -622,7 +622,7 @@ def test_a_read_only_function_is_compared_too() -> None:
 
 
 def test_a_refused_step_may_be_called_with_another_layout() -> None:
-    """Nothing of the failed first call stays."""
+    """What was found wrong takes no place."""
     broken = [True]
 
     def compiler(graph: fx.GraphModule, inputs: Any) -> Any:

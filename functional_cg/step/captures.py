@@ -351,8 +351,9 @@ class Transform(Generic[P, R]):
                 return lowered
         if len(group) >= self._options.max_captures:
             self._forget([one for one in group if not one.counts and one.refuted is None])
-        if len(group) >= self._options.max_captures:
-            raise group[0].refusal(call, self._kind, self._options.max_captures)
+        right = [one for one in group if one.refuted is None]
+        if len(right) >= self._options.max_captures:
+            raise right[0].refusal(call, self._kind, self._options.max_captures)
         if not group and len(self._lowered) >= _MAX_STATIC_COMBINATIONS:
             raise LayoutError.of(
                 self._name,
