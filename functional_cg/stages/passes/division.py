@@ -85,9 +85,8 @@ def _operands(value: Any, other: Any) -> tuple[Tensor, Any]:
     dtype = torch.result_type(value, other)
     if not isinstance(value, Tensor):
         value = _rounding(dtype)(torch.full((), value, dtype=dtype, device=other.device))
-    if (
-        isinstance(other, Tensor) and other.is_cuda
-    ):  # kernels of a CPU divide by one without dimensions as it is
+    # Kernels of a CPU divide by one without dimensions as it is.
+    if isinstance(other, Tensor) and other.is_cuda:
         other = other.to(dtype)
     return value.to(dtype), other
 
