@@ -6,6 +6,7 @@ import contextlib
 import gc
 import math
 import time
+import weakref
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -97,6 +98,11 @@ class _GraphReplay:
                 uninterrupted((*before, self._launch))
         return self.static
 
+    @property
+    def alive(self) -> bool:
+        """Whether it may be launched."""
+        return self._graph is not None
+
     def close(self) -> None:
         if self._graph is not None:
             torch.cuda.synchronize(self._device)  # a replay may be in flight
@@ -120,15 +126,14 @@ class CUDABackend:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
-        self._in_use = False  # whether a capture has taken from the pool
+        self._sharing = weakref.WeakSet[_GraphReplay]()  # the graphs of the pool
         self._streams: tuple[torch.cuda.Stream, ...] = ()
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Run work before a capture on the warm-up stream, so that the warm-up reuses its memory."""
         with torch.cuda.device(self._device):
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
+            if not self._streams:
                 # torch hands out streams from a small pool; high-priority ones are rarely shared with other users
                 self._streams = tuple(torch.cuda.Stream(self._device, priority=-1) for _ in range(2))
             caller, warm_up = torch.cuda.current_stream(self._device), self._streams[0]
@@ -162,8 +167,8 @@ class CUDABackend:
                     gc.collect()  # a reference cycle holds it; to look for that takes a second
             # A pool is taken from by all captures of a step: later ones fill what the first has left free.
             # Another allocator would make what is taken nodes of the graph.
-            replay = self._graph(run, at_once(plan) if _is_native() and not self._in_use else AtOnce())
-            self._in_use = True
+            first = _is_native() and not self._is_shared()
+            replay = self._graph(run, at_once(plan) if first else AtOnce())
             caller.wait_stream(self._streams[1])
             return replay
 
@@ -177,6 +182,8 @@ class CUDABackend:
 
     def _graph(self, run: Run, before: AtOnce) -> _GraphReplay:
         graph = torch.cuda.CUDAGraph()
+        if not self._is_shared():
+            self._pool = torch.cuda.graph_pool_handle()
         # A stream may be another one's underneath, with a workspace from elsewhere that whoever made it may free;
         # and what runs on it later may not use that of the graph, which may be replayed meanwhile.
         _free_workspaces()
@@ -195,14 +202,18 @@ class CUDABackend:
             _let_draw(self._streams[1])
             _let_solve(error, self._device)
             _free_workspaces()
-            self._pool = torch.cuda.graph_pool_handle()  # torch 2.11 considers the old one in use forever
-            self._in_use = False
+            self._sharing.clear()  # the next capture takes another pool: torch 2.11 considers this one in use forever
             if isinstance(error, FunctionalCGError) or not isinstance(error, Exception):
                 raise
             # Not bound to a name: that would make a reference cycle with this frame, which holds tensors.
             raise _failure(_first(error)) from _first(error)
         _free_workspaces()
-        return _GraphReplay(graph, run, static, self._device)
+        self._sharing.add(replay := _GraphReplay(graph, run, static, self._device))
+        return replay
+
+    def _is_shared(self) -> bool:
+        """Whether a graph still keeps the pool: torch takes no pool that all have left while something lies in it."""
+        return any(replay.alive for replay in self._sharing)
 
     def choose_lanes(self, plan: Plan, buffers: Buffers, scratch: Callable[[], Spare]) -> Plan:
         """Return a plan, or, if an estimate has put it on lanes and is measured to be wrong, the one for one line.
