@@ -6,8 +6,8 @@ import contextlib
 import gc
 import math
 import time
-import weakref
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
