@@ -28,8 +28,8 @@ _UNIT = 2 * _MIB  # of a segment
 _MIDDLE = 10 * _MIB  # below which values lie in segments of 20 MiB
 _LEAST = 32 * _MIB  # of temporaries that are worth it
 _ENOUGH = 1.01  # of the bytes that live at most: what is taken then is not tried further
-_SMALLEST = 0.985  # of the bytes that live at most: the size that is tried first
-_TRIES = 120
+_SIZES = (0.9, 1.05)  # of the bytes that live at most: between them the sizes are tried
+_TRIES = 150
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,9 @@ def at_once(plan: Plan) -> AtOnce:
 def _best(found: Sequence[Event]) -> int:
     """Return the bytes with which least is taken, of those that are tried."""
     peak, least, best = highest(found), taken(found), 0
-    start = _whole(int(peak * _SMALLEST), _UNIT)
-    for size in range(start, least, _whole((least - start) // _TRIES + 1, _UNIT)):
-        if size >= least or least <= peak * _ENOUGH:
+    start, stop = (int(peak * share) for share in _SIZES)
+    for size in range(_whole(start, _UNIT), stop, _whole((stop - start) // _TRIES, _UNIT) or _UNIT):
+        if least <= peak * _ENOUGH:
             break
         if (total := taken(found, size, least)) < least:
             least, best = total, size
