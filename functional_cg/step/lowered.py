@@ -62,16 +62,7 @@ _STAGED_SHOWN = 8
 _set = object.__setattr__  # handles refuse assignments
 
 
-class _Miss:
-    """The result of a fast path that does not apply; the slow path finds out why."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return "MISS"
-
-
-MISS = _Miss()
+MISS = object()  # the result of a fast path that does not apply; the slow path finds out why
 
 
 class Captured(metaclass=Documented):

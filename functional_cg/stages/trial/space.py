@@ -20,7 +20,7 @@ __all__ = ["Space", "free_host_memory", "free_room"]
 
 # Parts of the memory that is free: 4 is a quarter of it.
 _FOR_WORKSPACES = 8  # is left for the workspaces of kernels
-_FOR_VALUES = 4  # copies of slots and inputs stay on the device if they take less than this
+_FOR_VALUES = 4  # copies of slots and inputs stay on the device if they take less than this beside a run
 _OF_THE_HOST = 4  # values of the program may take this of the host's memory for a while
 
 
@@ -30,7 +30,8 @@ class Space:
 
     Attributes:
       buffers: The buffers.
-      ample: Whether the device has room for the copies; if not, they are on the host.
+      ample: Whether the device has room for the copies and for a run of the program; if not, the host keeps the
+        copies, and the outputs of the program.
       written: The tensors that may be written.
       values: Copies of their values.
       free: The tensors that may hold any value, each with a number of its own, and whether it is a leaf.
@@ -53,8 +54,9 @@ class Space:
             free += [one for one, is_free in zip(staged, reference.unchecked.inputs, strict=True) if is_free]
             given += staged
         written, room = [one for one, _, _ in given], free_room(buffers)
-        ample = room is None or _FOR_VALUES * sum(one.nbytes for one in written) < room
-        values = [torch.empty_like(one) if ample else torch.empty_like(one, device="cpu") for one in written]
+        takes = _FOR_VALUES * sum(one.nbytes for one in written) + reference.at_once
+        ample = room is None or takes < room - room // _FOR_WORKSPACES
+        values = [torch.empty_like(one, device=one.device if ample else "cpu") for one in written]
         space = cls(buffers, ample, written, values, free)
         space.keep()
         return space

@@ -169,7 +169,7 @@ class Trial:
         elif self._lacks(space):
             return run(), []
         else:
-            expected = self._reference.values(space.buffers, on_host=self._on_host(space), watch=watch)
+            expected = self._reference.values(space.buffers, on_host=not space.ample, watch=watch)
         metrics = run()
         outputs = self._reference.made(metrics, space.buffers.slots)
         found = self._judge.compare(outputs, expected, space.buffers, space.reset, recorded=recorded)
@@ -187,7 +187,7 @@ class Trial:
         """
         finite, expected = Finite(), list[Tensor]()
         try:
-            expected = self._reference.values(space.buffers, on_host=self._on_host(space), watch=finite)
+            expected = self._reference.values(space.buffers, on_host=not space.ample, watch=finite)
         except Exception as error:  # a kernel refuses the values
             _log.debug("not compared on %s values: %s", kind, error)
         if self.together(not expected or not finite.ends() <= usual.ends()):
@@ -198,13 +198,8 @@ class Trial:
         made = [other if out.var.storage in unclear else one for out, one, other in outs]
         return judge.compare(made, expected, space.buffers, partial(space.vary, kind), times=_GROSS)
 
-    def _on_host(self, space: Space) -> bool:
-        """Whether the host keeps the outputs of the program."""
-        room = space.room()
-        return not space.ample or (room is not None and self._reference.at_once > room)
-
     def _lacks(self, space: Space) -> bool:
-        lack = _lack(self._reference, space) if self._on_host(space) else 0
+        lack = 0 if space.ample else _lack(self._reference, space)
         self.lacking = max(lack, 1) if self.together(lack > 0) else 0
         return bool(self.lacking)
 
