@@ -28,7 +28,7 @@ from ..stages.run.capture import CUDABackend
 from ..stages.run.memory import scratch
 from ..stages.trial.judge import Difference, miscompiled
 from ..stages.trial.recorded import Recorded
-from ..stages.trial.space import Space, free_host_memory, free_room
+from ..stages.trial.space import Space, device_of, free_host_memory, free_room
 from ..stages.trial.trial import Certificate, Trial, TrialOfFunctions
 from ..state.arena import Arena
 from .lowered import Lowered
@@ -110,7 +110,7 @@ class Certified:
         self._every = asked if type(asked) is int else 0  # 0 for powers of two
         self._calls, self._due = 0, self._every + 1 if self._every else 2
         self._recorded = self._record(getattr(backend, "record", None))
-        torch.cuda.empty_cache()
+        _give_back(buffers)
 
     def __call__(self, before: Before, /) -> Sequence[Tensor]:
         _refuse_refuted(self._lowered)
@@ -122,7 +122,7 @@ class Certified:
             metrics = self._compared()
             uninterrupted(before)  # the slots hold the new state from here on
         if self._recorded is None:
-            torch.cuda.empty_cache()
+            _give_back(self._buffers)
         return metrics
 
     def _compared(self) -> Sequence[Tensor]:
@@ -173,6 +173,12 @@ class Certified:
         if self._recorded is not None:
             self._recorded.close()
             self._recorded = None
+
+
+def _give_back(buffers: Buffers) -> None:
+    """Give the device back what a comparison took."""
+    if device_of(buffers).type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _differences(trial: Trial, space: Space) -> list[Difference]:

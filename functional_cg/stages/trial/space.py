@@ -16,7 +16,7 @@ from ..plan import Buffers
 from .reference import Reference
 from .variants import vary
 
-__all__ = ["Space", "free_host_memory", "free_room"]
+__all__ = ["Space", "device_of", "free_host_memory", "free_room"]
 
 # Parts of the memory that is free: 4 is a quarter of it.
 _FOR_WORKSPACES = 8  # is left for the workspaces of kernels
@@ -54,8 +54,8 @@ class Space:
             free += [one for one, is_free in zip(staged, reference.unchecked.inputs, strict=True) if is_free]
             given += staged
         written, room = [one for one, _, _ in given], free_room(buffers)
-        takes = _FOR_VALUES * sum(one.nbytes for one in written) + reference.at_once
-        ample = room is None or takes < room - room // _FOR_WORKSPACES
+        copied = _FOR_VALUES * sum(one.nbytes for one in written)
+        ample = room is None or copied + reference.at_once < room - room // _FOR_WORKSPACES
         values = [torch.empty_like(one, device=one.device if ample else "cpu") for one in written]
         space = cls(buffers, ample, written, values, free)
         space.keep()
@@ -85,10 +85,16 @@ class Space:
         return free_host_memory() // _OF_THE_HOST
 
 
+def device_of(buffers: Buffers) -> torch.device:
+    """Return where a step runs."""
+    every = (*buffers.slots, *buffers.inputs)
+    return next((one.device for one in every if one.is_cuda), torch.device("cpu"))
+
+
 def free_room(buffers: Buffers) -> int | None:
     """Return the bytes that are free on the device; None for a host, where this counts for nothing."""
-    device = next((one.device for one in (*buffers.slots, *buffers.inputs) if one.is_cuda), None)
-    if device is None:
+    device = device_of(buffers)
+    if device.type != "cuda":
         return None
     stats: dict[str, Any] = torch.cuda.memory_stats(device)
     cached = int(stats["reserved_bytes.all.current"]) - int(stats["allocated_bytes.all.current"])
