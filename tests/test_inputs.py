@@ -126,7 +126,7 @@ def test_names_start_at_the_parameters() -> None:
 
 @given(pytrees())
 def test_a_layout_accepts_its_own_inputs(nest: Any) -> None:
-    layout, live = input_layout(["batch"], ((nest,), {}), CPU)
+    layout, live, _ = input_layout(["batch"], ((nest,), {}), CPU)
     assert layout_differences(layout, layout) == []
     assert same(match(layout, nest), live)
     assert tree.flatten(layout.fill(live))[1] == layout.treedef
@@ -276,7 +276,7 @@ def test_registered_classes_match_by_flattening() -> None:
 
 @given(pytrees())
 def test_staging_copies_every_leaf(nest: Any) -> None:
-    layout, live = input_layout(["batch"], ((nest,), {}), CPU)
+    layout, live, _ = input_layout(["batch"], ((nest,), {}), CPU)
     staging = Staging(layout.specs, CPU)
     staging.copy_in(live)
     assert same(staging.slots, live)
@@ -324,7 +324,7 @@ def test_what_is_on_the_device_is_copied_in_bit_for_bit(dtype: torch.dtype, shap
         pairs = torch.randn(*shape, 2, device=cuda).mul(9).abs().to(dtype)
         strided.append(pairs[..., 0])
         live.append(pairs.cpu()[..., 1].contiguous().cuda())
-    layout, _ = input_layout(["batch"], ((live,), {}), cuda)
+    layout, _, _ = input_layout(["batch"], ((live,), {}), cuda)
     staging = Staging(layout.specs, cuda)
     negative = [torch._neg_view(leaf) for leaf in live] if dtype in JOINED[:4] else live
     for leaves in (live, strided, [*live[:1], *strided[1:]], [*live[:-1], live[-1].cpu()], negative, live):

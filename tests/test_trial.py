@@ -31,9 +31,10 @@ from functional_cg.stages.trial.distances import Distances
 from functional_cg.stages.trial.host_memory import HostMemory
 from functional_cg.stages.trial.judge import Judge
 from functional_cg.stages.trial.reference import Output
-from functional_cg.stages.trial.trial import Certificate, Trial
+from functional_cg.stages.trial.trial import Certificate
 from functional_cg.stages.trial.ulps import Shaker
 from functional_cg.state.arena import BufferSpec
+from functional_cg.step.certify import Certified
 from functional_cg.testing import assert_trees_all_equal
 from functional_cg.testing import strategies as fst
 from tests.as_graphs import AsGraphs
@@ -675,11 +676,14 @@ def test_an_error_of_a_compared_call_leaves_nothing_for_another_state() -> None:
 
 def test_ranks_record_together_or_not_at_all() -> None:
     """Else their comparisons would ask the other ranks in another order."""
-    others, recorded = iter([False, True]), mock.Mock()
-    reference = Rerun(torch.ones(2), torch.ones(2))
-    trial = Trial(cast("Any", reference), cast("Any", None), lambda flag: next(others))
-    assert trial.record(lambda: recorded, 2**30) is None
-    recorded.close.assert_called_once_with()
+    others, trial = iter([False, True]), mock.Mock(lacking=0)
+    trial.together = lambda flag: next(others)
+    reference = mock.Mock(outputs=(), at_once=0)
+    of_one = mock.Mock(_trial=trial, _arenas=(), fresh=False, _buffers=Buffers((), (), ()))
+    of_one._lowered.reference = reference
+    with mock.patch.multiple("functional_cg.step.certify", Space=mock.DEFAULT, Recorded=mock.DEFAULT) as made:
+        assert Certified._record(of_one, mock.Mock()) is None
+    made["Recorded"].return_value.close.assert_called_once_with()
 
 
 def test_metrics_of_a_compared_call_are_the_users() -> None:

@@ -108,13 +108,13 @@ def input_layout(
     device: torch.device | None,
     function: str = "",
     parameters: Set[str] = frozenset(),
-) -> tuple[InputLayout, list[Tensor]]:
-    """Return the layout of inputs, and their live leaves.
+) -> tuple[InputLayout, list[Tensor], torch.device]:
+    """Return the layout of inputs, their live leaves, and where the step runs: specs place host leaves there, too.
 
     Args:
       roots: Parameter names of the positional inputs.
       inputs: ``(args, kwargs)`` without the bound states.
-      device: The state's device; specs place host leaves there, too.
+      device: The state's device; None if there is no state, for that of the inputs.
       function: Name of the user's function.
       parameters: Names of its parameters: in which order a call names them is not seen by the function.
     Raises:
@@ -125,18 +125,15 @@ def input_layout(
     kwargs = {name: named[name] for name in (*sorted(named.keys() & parameters), *extras)}
     flat, treedef = pytree.flatten((args, kwargs))
     roots = [roots[i] if i < len(roots) else f"inputs[{i}]" for i in range(len(inputs[0]))]
-    names = _names(roots, treedef.paths())
-    tensors = [as_input(value) for value in flat]
-    _refuse_unfit(function, names, flat, tensors, device)
-    leaves: list[Any] = []
-    for value, tensor in zip(flat, tensors, strict=True):
-        if tensor is None:
-            leaves.append(value)
-        else:
-            home = device if device is not None and tensor.is_cpu else tensor.device
-            leaves.append(replace(BufferSpec.of(tensor), device=home))
+    names, tensors = _names(roots, treedef.paths()), [as_input(value) for value in flat]
     live = [tensor for tensor in tensors if tensor is not None]
-    return InputLayout(tuple(roots), treedef, names, tuple(leaves), extras), live
+    home = device or next((one.device for one in live if not one.is_cpu), torch.device("cpu"))
+    _refuse_unfit(function, names, flat, tensors, home)
+    leaves = tuple(
+        value if tensor is None else replace(BufferSpec.of(tensor), device=home)
+        for value, tensor in zip(flat, tensors, strict=True)
+    )
+    return InputLayout(tuple(roots), treedef, names, leaves, extras), live, home
 
 
 def _refuse_unfit(
@@ -144,17 +141,15 @@ def _refuse_unfit(
     names: Sequence[str],
     values: Sequence[Any],
     tensors: Sequence[Tensor | None],
-    device: torch.device | None,
+    home: torch.device,
 ) -> None:
-    here = [tensor.device for tensor in tensors if tensor is not None and not tensor.is_cpu]
-    home = device or (here[0] if here else torch.device("cpu"))
-    places = "cpu" if home.type == "cpu" else f"cpu or {home}"
     unfit = [
-        (name, problem, _fix(name, value, home))
+        (name, *found)
         for name, value, tensor in zip(names, values, tensors, strict=True)
-        if (problem := _unfit(value, tensor, home))
+        if (found := _no_numbers(name, value) if tensor is None else _unfit(name, value, tensor, home))
     ]
     if unfit:
+        places = "cpu" if home.type == "cpu" else f"cpu or {home}"
         raise LayoutError.of(
             function,
             "has inputs that cannot be copied in; the state is unchanged.",
@@ -166,38 +161,19 @@ def _refuse_unfit(
         )
 
 
-def _unfit(value: Any, tensor: Tensor | None, home: torch.device) -> str:
-    """Describe a leaf that cannot be copied in; return an empty string for one that can."""
-    if tensor is None:
-        # Numbers and arrays are live, so one that no tensor can hold must not become part of the layout.
-        if isinstance(value, numbers.Real):
-            return f"{type(value).__name__} {value}"
-        if _yields_batches(value):
-            return f"{type(value).__name__}, which yields batches"
-        if as_node(value, ""):
-            return f"{type(value).__name__}, which is no pytree"
-        is_array = hasattr(type(value), "__array__") and type(value).__hash__ is None
-        return f"{type(value).__name__} of {getattr(value, 'dtype', 'objects')}" if is_array else ""
+def _unfit(name: str, value: Any, tensor: Tensor, home: torch.device) -> tuple[str, str] | None:
+    """Return what is wrong with a tensor that cannot be copied in, and the fix; None for one that can."""
     if cuts_a_graph(value):
-        return f"{BufferSpec.of(tensor)} that requires grad"
-    return unplaceable(tensor) or (
-        "" if tensor.is_cpu or tensor.device == home else str(BufferSpec.of(tensor))
-    )
-
-
-def _yields_batches(value: Any) -> bool:
-    """Whether a leaf is what batches are taken from: a loader, or an iterator, which a call would not advance."""
-    return isinstance(value, Iterator | torch.utils.data.DataLoader | torch.utils.data.Dataset)
-
-
-def _fix(name: str, value: Any, home: torch.device) -> str:
-    if not isinstance(value, Tensor):
-        return _array_fix(name, value)
-    if cuts_a_graph(value):
-        return (
+        return f"{BufferSpec.of(tensor)} that requires grad", (
             f"take the gradient in the step, `fcg.value_and_grad(loss_fn)(params)`; or pass `{name}.detach()`, "
             "for nothing flows back through a replay."
         )
+    elsewhere = not tensor.is_cpu and tensor.device != home
+    problem = unplaceable(tensor) or (str(BufferSpec.of(tensor)) if elsewhere else "")
+    return (problem, _tensor_fix(name, value, home)) if problem else None
+
+
+def _tensor_fix(name: str, value: Any, home: torch.device) -> str:
     if isinstance(value, Sharded):
         return f"read the leaf from the state that the step gets; or pass `sharding.gather({name})`, made on all ranks."
     if value.is_nested:
@@ -208,20 +184,33 @@ def _fix(name: str, value: Any, home: torch.device) -> str:
         return f"make it dense, `{name}.to_dense()`."
     if not value.is_cpu and not value.is_meta and value.device != home:
         return f'move it, `{name}.to("{home}")`.'
-    if plain := as_plain(value, name):
-        return f"{plain}."
-    return f"pass plain tensors that hold the values of `{name}`."
+    plain = as_plain(value, name) or f"pass plain tensors that hold the values of `{name}`"
+    return f"{plain}."
+
+
+def _no_numbers(name: str, value: Any) -> tuple[str, str] | None:
+    """Return what is wrong with an object that holds numbers which no tensor can hold, and the fix; None for others.
+
+    Numbers and arrays are live, so they must not become part of the layout.
+    """
+    kind, as_floats = type(value).__name__, f'pass `numpy.asarray({name}, dtype="float64")`.'
+    if isinstance(value, numbers.Real):
+        below = "keep it below 2**63; or name its argument in `static_argnames`, with a graph for each value."
+        return f"{kind} {value}", below if isinstance(value, int) else as_floats
+    # A loader, or an iterator, which a call would not advance.
+    if isinstance(value, Iterator | torch.utils.data.DataLoader | torch.utils.data.Dataset):
+        one = f"pass one batch at a time, `for batch in {name}:`; or the next one, `next(iter({name}))`."
+        return f"{kind}, which yields batches", one
+    if container := as_node(value, name):
+        return f"{kind}, which is no pytree", f"{container}."
+    if not hasattr(type(value), "__array__") or type(value).__hash__ is not None:
+        return None
+    return f"{kind} of {getattr(value, 'dtype', 'objects')}", _array_fix(name, value) or as_floats
 
 
 def _array_fix(name: str, value: Any) -> str:
-    """Return the fix for a number, numpy array or container that torch cannot hold."""
+    """Return the fix for an array that torch cannot hold; empty if floats will do."""
     dtype = getattr(value, "dtype", None)
-    if isinstance(value, int):
-        return "keep it below 2**63; or name its argument in `static_argnames`, with a graph for each value."
-    if _yields_batches(value):
-        return f"pass one batch at a time, `for batch in {name}:`; or the next one, `next(iter({name}))`."
-    if container := as_node(value, name):
-        return f"{container}."
     if hasattr(type(value), "filled"):
         return f"pass `{name}.filled(0)`, and `{name}.mask` as an input of its own."
     if getattr(dtype, "names", None):
@@ -235,4 +224,4 @@ def _array_fix(name: str, value: Any) -> str:
         return f'pass `{name}.astype("int64")`.'
     if kind in ("f", "c", "i", "u") and not getattr(dtype, "isnative", True):
         return f'pass it in the byte order of this machine, `{name}.astype({name}.dtype.newbyteorder("="))`.'
-    return f'pass `numpy.asarray({name}, dtype="float64")`.'
+    return ""

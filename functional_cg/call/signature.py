@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from ..pytree.treedef import order_of
 from ..pytree.trees import static_values
 from ..state.arena import Arena, BufferSpec
 from ..state.boundary import refuse_meshes
-from ..state.handle import Handle, Lease, check_alive
+from ..state.handle import Handle, check_alive
 from ..transforms.control import loop
 from ..tree import Treedef
-from .inputs import InputLayout, as_input, input_layout
+from .inputs import InputLayout, input_layout
 
 __all__ = ["Call", "Signature", "StateArgument", "new_state_and_metrics", "on_host"]
 
@@ -43,10 +43,6 @@ class StateArgument:
     @property
     def arena(self) -> Arena:
         return self.handle._lease.arena
-
-    @property
-    def lease(self) -> Lease:
-        return self.handle._lease
 
     @property
     def specs(self) -> tuple[BufferSpec, ...]:
@@ -84,14 +80,6 @@ class Call:
     live: list[Tensor]
     device: torch.device
     steps: int
-
-    def laid_out(self, layout: InputLayout, structures: Sequence[Treedef]) -> Call:
-        """Return the call as a trace sees it: strides and key order from a layout, those of states from structures."""
-        states = (
-            replace(state, seen_as=structure)
-            for state, structure in zip(self.states, structures, strict=True)
-        )
-        return replace(self, layout=layout, states=tuple(states))
 
     @property
     def order(self) -> tuple[Any, ...]:
@@ -342,8 +330,8 @@ class Signature:
             )
         refuse_meshes(((state.name, spec) for state in states for spec in state.specs), self.name)
         inputs = (tuple(copied), kwargs)
-        device = states[0].arena.device if states else _first_device(inputs)
-        layout, live = input_layout(roots, inputs, device, self.name, self._known)
+        device = states[0].arena.device if states else None
+        layout, live, device = input_layout(roots, inputs, device, self.name, self._known)
         if self._steps > 1:
             self._refuse_unstacked(layout)
         return Call(self.name, tuple(states), inputs, statics, layout, live, device, self._steps)
@@ -380,11 +368,3 @@ def _laid_out_as(state: Any, new: Any) -> Any:
     if len(leaves) != len(old):
         return new  # to be refused
     return pytree.unflatten(treedef, [laid_out(*pair) for pair in zip(old, leaves, strict=True)])
-
-
-def _first_device(inputs: Any) -> torch.device:
-    for leaf in pytree.leaves(inputs):
-        tensor = as_input(leaf)
-        if tensor is not None and not tensor.is_cpu:
-            return tensor.device
-    return torch.device("cpu")

@@ -179,7 +179,7 @@ class Backend(Protocol):
       name: Name in messages and ``explain()``.
       has_lanes: If there and true: it runs a plan with branches on lanes, by ``bound``.
       record: If there: ``record(run)`` captures any run. Replays that are not fresh then have their outputs as
-        ``static``, and are so by ``capture`` and by ``record`` alike.
+        ``static``; what is recorded is not fresh.
     """
 
     name: str

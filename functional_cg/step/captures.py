@@ -43,8 +43,8 @@ from .log import log, timed
 from .lowered import MISS, Captured, Lowered
 from .profile.measure import profile_of
 from .profile.result import Profile
-from .ranks.groups import groups_of
-from .suppositions import refuse_other_values
+from .ranks import groups_of
+from .suppositions import Supposed
 from .verify import Shadow
 
 __all__ = ["Transform"]
@@ -238,7 +238,9 @@ class Transform(Generic[P, R]):
         if inside_a_step():
             return self._inside(args, kwargs)
         if self._options.backend == "eager" or os.environ.get("FCG_DISABLE_CAPTURE") == "1":
-            return self._instead_of_capture(args, kwargs)
+            if not self.stats.eager_calls and self._options.backend != "eager":
+                log.warning("%s: FCG_DISABLE_CAPTURE=1, every call runs eagerly", self._name)
+            return self._eager(args, kwargs)
         return self._turn.alone(functools.partial(self._noting, self._prepared, args, kwargs), self._name)()
 
     def _inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -266,17 +268,17 @@ class Transform(Generic[P, R]):
         call = self._take_apart(args, kwargs)
         refuse_ambient_modes(self._name)
         lowered = self._lowered_for(call)
-        self._refuse_changes(lowered)
-        refuse_other_values(lowered.program, call)
+        self._refuse_changes(lowered, call)
         if not self._to_verify:
             return self._replay(call, lowered)
         self._to_verify -= 1
         result = self._shadow.verify(lowered.seen(call), lowered, lambda: self._replay(call, lowered)())
         return lambda: result
 
-    def _refuse_changes(self, lowered: Lowered) -> None:
+    def _refuse_changes(self, lowered: Lowered, call: Call) -> None:
         for guard in self._guards(lowered):
             guard.check(self._name)
+        Supposed(lowered.program, call.states).check(self._name)
 
     def _replay(self, call: Call, lowered: Lowered) -> Callable[[], Any]:
         new = (key := (id(lowered), call.arenas)) not in self._captured
@@ -285,8 +287,7 @@ class Transform(Generic[P, R]):
             captured = self._captured_for(call, lowered)
             done = captured.run(args, kwargs, captured.turns[1])
             if done is MISS:  # another thread has since donated a state, changed a value, or switches modes
-                self._take_apart(args, kwargs)
-                self._refuse_changes(lowered)
+                self._refuse_changes(lowered, self._take_apart(args, kwargs))
                 with SWITCH:
                     done = captured.run(args, kwargs, captured.turns[1])
             assert done is not MISS, "a call that was just taken apart fits its capture"
@@ -303,11 +304,6 @@ class Transform(Generic[P, R]):
             self._fast = captured
         return functools.partial(captured.finish, done)
 
-    def _instead_of_capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.stats.eager_calls and self._options.backend != "eager":
-            log.warning("%s: FCG_DISABLE_CAPTURE=1, every call runs eagerly", self._name)
-        return self._eager(args, kwargs)
-
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._refuse_closed()
         call = self._take_apart(args, kwargs)
@@ -320,8 +316,7 @@ class Transform(Generic[P, R]):
 
     def _profiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Profile:
         call, lowered = self._lower_only(args, kwargs)
-        self._refuse_changes(lowered)
-        refuse_other_values(lowered.program, call)
+        self._refuse_changes(lowered, call)
         return self._noting(profile_of, call, lowered)  # type: ignore[no-any-return]
 
     def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

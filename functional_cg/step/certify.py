@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,10 +23,10 @@ from ..errors import CaptureError
 from ..options import Certify
 from ..shards.peers import on_any
 from ..stages.lower.functions import FunctionsPlan
-from ..stages.plan import Backend, Before, Buffers, Replay
+from ..stages.plan import Backend, Before, Buffers, Replay, Run
 from ..stages.run.capture import CUDABackend
 from ..stages.run.memory import scratch
-from ..stages.trial.judge import Difference, load_kernels, miscompiled
+from ..stages.trial.judge import Difference, miscompiled
 from ..stages.trial.recorded import Recorded
 from ..stages.trial.space import Space, device_of, free_host_memory, free_room
 from ..stages.trial.trial import Certificate, Trial, TrialOfFunctions
@@ -37,6 +37,7 @@ __all__ = ["Certified", "certify"]
 
 _log = logging.getLogger("functional_cg")
 _RECORDED = 32  # a recorded comparison takes at most this part of the free memory, and keeps it
+_RECORDED_RUNS = 2  # runs of the program in it, each with memory of its own
 
 
 def certify(
@@ -62,12 +63,7 @@ def certify(
     kind = TrialOfFunctions if isinstance(plan, FunctionsPlan) and plan.one_by_one else Trial
     trial = kind(lowered.reference, lowered.plan, partial(on_any, mesh, lowered.name))
     with backend.aside() if isinstance(backend, CUDABackend) else contextlib.nullcontext():
-        on_gpu = device_of(buffers).type == "cuda"
-        with ThreadPoolExecutor(1) as meanwhile:  # kernels load while the plan compiles
-            loaded = [meanwhile.submit(load_kernels, device_of(buffers))] if on_gpu else []
-            trial.rehearse(buffers, scratch(buffers, lowered.reference.unchecked.slots).slots)
-        for one in loaded:
-            one.result()
+        trial.rehearse(buffers, scratch(buffers, lowered.reference.unchecked.slots).slots)
         turns = sorted({arena.turn for arena in arenas}, key=lambda turn: turn.rank)
         # Slow after compiling, and a capture begins with one.
         with _alone(turn.shut() for turn in turns), no_garbage_collection():
@@ -113,8 +109,8 @@ class Certified:
         self._lowered, self._trial, self._buffers, self._arenas = lowered, trial, buffers, arenas
         self._every = asked if type(asked) is int else 0  # 0 for powers of two
         self._calls, self._due = 0, self._every + 1 if self._every else 2
-        self._recorded = self._record(backend)
-        self._give_back()
+        self._recorded = self._record(getattr(backend, "record", None))
+        _give_back(buffers)
 
     def __call__(self, before: Before, /) -> Sequence[Tensor]:
         _refuse_refuted(self._lowered)
@@ -126,22 +122,13 @@ class Certified:
             metrics = self._compared()
             uninterrupted(before)  # the slots hold the new state from here on
         if self._recorded is None:
-            self._give_back()
+            _give_back(self._buffers)
         return metrics
-
-    def _give_back(self) -> None:
-        """Give the device back what a comparison took."""
-        if device_of(self._buffers).type == "cuda":
-            torch.cuda.empty_cache()
 
     def _compared(self) -> Sequence[Tensor]:
         lowered, trial = self._lowered, self._trial
         recorded = self._recorded
-        if recorded is None:
-            space = Space.of(lowered.reference, self._buffers, inputs=False)
-        else:
-            space = recorded.space
-        found: Sequence[Difference] = ()
+        space = recorded.space if recorded else Space.of(lowered.reference, self._buffers, inputs=False)
         try:
             metrics, found = trial.again(space, partial(self._replay, ()), recorded)
             _refuse(lowered, found, trial, call=self._calls)
@@ -157,30 +144,41 @@ class Certified:
             lowered.certificate = lowered.certificate.also(self._calls, trial.share)
         return metrics
 
-    def _record(self, backend: Backend) -> Recorded | None:
-        """Record what later comparisons run, if that takes little memory: small programs wait for the host."""
-        lowered, buffers, record = self._lowered, self._buffers, getattr(backend, "record", None)
-        if record is None or any(arena.pages for arena in self._arenas):  # pages can leave the device
+    def _record(self, record: Callable[[Run], Replay] | None) -> Recorded | None:
+        """Record what later comparisons run, if every rank can in little memory: small programs wait for the host."""
+        trial, reference, buffers = self._trial, self._lowered.reference, self._buffers
+        # Pages can leave the device.
+        if record is None or self.fresh or not trial.whole or any(arena.pages for arena in self._arenas):
             return None
         free = free_room(buffers)
         room = (free_host_memory() if free is None else free) // _RECORDED
-        kept = sum(
-            buffers.slots[out.slot].nbytes for out in lowered.reference.outputs if out.slot is not None
-        )
-
-        def make() -> Recorded:
-            space = Space.of(lowered.reference, buffers, inputs=False)
-            if not space.ample:
-                raise torch.OutOfMemoryError("the values of the state do not fit beside it")
-            return Recorded(lowered.reference, space, getattr(self._replay, "static", None), record)
-
-        return self._trial.record(make, room - kept)
+        kept = sum(buffers.slots[out.slot].nbytes for out in reference.outputs if out.slot is not None)
+        if trial.together(bool(trial.lacking) or _RECORDED_RUNS * reference.at_once + kept > room):
+            return None
+        recorded: Recorded | None = None
+        try:
+            space = Space.of(reference, buffers, inputs=False)
+            outputs = reference.made(cast("Any", self._replay).static, buffers.slots)
+            recorded = Recorded(reference, space, outputs, record)
+        except Exception as error:  # out of memory, a kernel that refuses: it can be compared call by call
+            _log.debug("later comparisons are not recorded: %s", error)
+        if not trial.together(recorded is None):
+            return recorded
+        if recorded is not None:
+            recorded.close()
+        return None
 
     def close(self) -> None:
         self._replay.close()
         if self._recorded is not None:
             self._recorded.close()
             self._recorded = None
+
+
+def _give_back(buffers: Buffers) -> None:
+    """Give the device back what a comparison took."""
+    if device_of(buffers).type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _differences(trial: Trial, space: Space) -> list[Difference]:

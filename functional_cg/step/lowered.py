@@ -53,7 +53,7 @@ from ..tree import path_string, structure_diff
 from .constants import Constants
 from .costs import CostAnalysis, cost_analysis
 from .memory import MemoryAnalysis, memory_analysis
-from .ranks.meeting import meet
+from .ranks import meet
 from .suppositions import Supposed
 
 __all__ = ["MISS", "Captured", "Lowered"]
@@ -62,16 +62,7 @@ _STAGED_SHOWN = 8
 _set = object.__setattr__  # handles refuse assignments
 
 
-class _Miss:
-    """The result of a fast path that does not apply; the slow path finds out why."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return "MISS"
-
-
-MISS = _Miss()
+MISS = object()  # the result of a fast path that does not apply; the slow path finds out why
 
 
 class Captured(metaclass=Documented):
@@ -103,7 +94,7 @@ class Captured(metaclass=Documented):
         self.arenas = tuple(state.arena for state in call.states)
         # Of the first state, whose arena takes the next plain tree once its handles are gone; not on several ranks,
         # where one that still holds a handle would capture again, alone.
-        lease, mesh = (call.states[0].lease if call.states else None), lowered.mesh
+        lease, mesh = (call.states[0].handle._lease if call.states else None), lowered.mesh
         self._treedef = lease.treedef if lease and (mesh is None or mesh.everyone == 1) else None
         self._paths = lease.paths if lease else []
         self._name, self._donates, self._stats = lowered.name, donates, stats
@@ -117,7 +108,7 @@ class Captured(metaclass=Documented):
             self.turns = one, self.turns
         self.turns = turn, self.turns
         self._match = layout_matcher(call.layout, call.device, positions)
-        self._unchanged, self._supposed = unchanged, Supposed.of(lowered.program, call.states)
+        self._unchanged, self._supposed = unchanged, Supposed(lowered.program, call.states) or None
         # Static outputs mean that work is queued, if only on a simulated stream.
         on_gpu, self._fresh = staging.arena.on_cuda, replay.fresh
         queued = on_gpu or not replay.fresh
@@ -336,17 +327,18 @@ class Lowered(metaclass=Documented):
         """
         if (mesh := self.mesh) is not None and mesh.ranks is not None:
             specs = [spec for state in self.states for spec in state.specs]
-            traced = self.reference.program  # what passes make of a program may depend on the rank
-            on_lanes = self.plan.timeline.lanes > 1
-            meet(self.name, mesh, traced, self.program, specs, self.layout.live_names, on_lanes=on_lanes)
+            traced, on_lanes = self.reference.program, self.plan.timeline.lanes > 1
+            meet(mesh, traced, self.program, specs, self.layout.live_names, on_lanes=on_lanes)
 
     def fits(self, call: Call) -> bool:
         """Whether a call has this layout, in whatever order its keys are."""
         return not self.state_differences(call) and alike(self.layout, call.layout)
 
     def seen(self, call: Call) -> Call:
-        """Return a call that fits, as the trace sees it."""
-        return call.laid_out(self.layout, [state.treedef for state in self.states])
+        """Return a call that fits, as the trace sees it: with the strides and the key order of this plan."""
+        pairs = zip(call.states, self.states, strict=True)
+        states = tuple(replace(state, seen_as=bound.treedef) for state, bound in pairs)
+        return replace(call, layout=self.layout, states=states)
 
     def runs(self, call: Call, recipe: Callable[[Call], Recipe]) -> bool:
         """Whether a call fits, and the function does the same with its keys in this order as in that of the trace."""

@@ -8,64 +8,55 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
-from ..call.signature import Call, StateArgument, on_host
+from ..call.signature import StateArgument, on_host
 from ..errors import BakedValueError
-from ..stages.program import Constant, Program
-from ..state.arena import Arena
+from ..stages.program import Program
 
-__all__ = ["Supposed", "refuse_other_values"]
+__all__ = ["Supposed"]
 
 _SHOWN = 8  # elements
-
-
-def refuse_other_values(program: Program, call: Call) -> None:
-    """Raise if a state does not hold a value with which the step was traced.
-
-    Raises:
-      BakedValueError: Naming each buffer.
-    """
-    rows = []
-    for one in program.suppositions:
-        value = call.value(program.slot_names.index(one.name))
-        if value is None or not one.holds(value):
-            rows.append(f"{one.name}  traced with {_text(one.value)}   got {_text(value)}")
-    if rows:
-        raise BakedValueError.of(
-            program.function,
-            "is called with another value of a buffer that it reads on the host; the state is unchanged.",
-            rows=rows,
-            why="Python runs when the step is traced, not when it is replayed: it went on with the old value.",
-            fix="make a step for the new value, `graph_step(fn)`; or keep the decision on the device, "
-            "`torch.where(flag, a, b)`.",
-        )
-
-
-def _text(value: Any) -> str:
-    if value is None or value.numel() > _SHOWN:
-        return "other values"
-    return str(value.tolist())
 
 
 class Supposed:
     """The values with which a program was traced, to be compared unless only its capture has updated the states since.
 
     Args:
-      slots: Arena and slot of each, with its value.
-      positions: Those of the states among the arguments.
+      program: The program.
+      states: The states that it is bound to.
     """
 
-    def __init__(self, slots: Sequence[tuple[Arena, int, Constant]], positions: Sequence[int]) -> None:
-        self._slots, self._positions = slots, positions
+    def __init__(self, program: Program, states: Sequence[StateArgument]) -> None:
+        slots = [(state.arena, slot) for state in states for slot in range(state.start, state.stop)]
+        self._values = [(one, *slots[program.slot_names.index(one.name)]) for one in program.suppositions]
+        self._positions = [state.position for state in states]
         self._seen: list[tuple[weakref.ref[Any], int]] = []
 
-    @classmethod
-    def of(cls, program: Program, states: Sequence[StateArgument]) -> Self | None:
-        """Return those of a program for its states; None if there are none."""
-        slots = [(state.arena, slot) for state in states for slot in range(state.start, state.stop)]
-        supposed = [(*slots[program.slot_names.index(one.name)], one) for one in program.suppositions]
-        return cls(supposed, [state.position for state in states]) if supposed else None
+    def __bool__(self) -> bool:
+        return bool(self._values)
+
+    def check(self, function: str) -> None:
+        """Raise if a state holds another value.
+
+        Raises:
+          BakedValueError: Naming each buffer.
+        """
+        rows = []
+        for one, arena, slot in self._values:
+            whole = arena.plan.slots[slot].spec.placement is None
+            value = on_host(arena, slot) if whole else None
+            if value is None or not one.holds(value):
+                rows.append(f"{one.name}  traced with {_text(one.value)}   got {_text(value)}")
+        if rows:
+            raise BakedValueError.of(
+                function,
+                "is called with another value of a buffer that it reads on the host; the state is unchanged.",
+                rows=rows,
+                why="Python runs when the step is traced, not when it is replayed: it went on with the old value.",
+                fix="make a step for the new value, `graph_step(fn)`; or keep the decision on the device, "
+                "`torch.where(flag, a, b)`.",
+            )
 
     def holds(self, args: Sequence[Any]) -> bool:
         """Whether the states among the arguments hold them."""
@@ -74,10 +65,14 @@ class Supposed:
             lease() is state._lease and generation == state._generation
             for (lease, generation), state in zip(self._seen, states, strict=True)
         )
-        return same or all(one.holds(on_host(arena, slot)) for arena, slot, one in self._slots)
+        return same or all(one.holds(on_host(arena, slot)) for one, arena, slot in self._values)
 
     def keep(self, args: Sequence[Any], new: Any) -> None:
         """Note that they still hold them after a call, which returned a new state in place of the first or none."""
         first, *others = (args[position] for position in self._positions)
         states = (first if new is None else new, *others)
         self._seen = [(weakref.ref(state._lease), state._generation) for state in states]
+
+
+def _text(value: Any) -> str:
+    return "other values" if value is None or value.numel() > _SHOWN else str(value.tolist())

@@ -152,11 +152,11 @@ PIPELINES = (
     ),
     Mutant(
         "N112 numbers",
-        "a number that differs between ranks counts on the first micro-batch alone",
+        "a number that differs between ranks counts for nothing",
         (
             (
-                "differs.note([var], given, {**inside.of(mine), **told})",
-                "differs.note([var], given, inside.of(mine))",
+                'dict.fromkeys(others.get(number, ()), f"a number of Python in {instr.op}")',
+                "{}",
             ),
         ),
         (f"{TEMPLATES}test_a_number_that_differs_between_ranks_counts_where_a_template_is_called",),
@@ -172,7 +172,7 @@ PIPELINES = (
     Mutant(
         "N114",
         "ranks do not ask whether others receive what they send",
-        (("        agree_on_transfers(function, program, lowered, mesh)\n", "        pass\n"),),
+        (("        _refuse_unmet(traced, lowered, mesh, mesh.stages)\n", "        pass\n"),),
         (
             f"{MISTAKES}test_ranks_that_do_not_fit_together_say_so_before_anything_is_sent[schedule]",
             f"{MISTAKES}test_ranks_that_do_not_fit_together_say_so_before_anything_is_sent[batch]",
@@ -182,7 +182,7 @@ PIPELINES = (
     Mutant(
         "N114 order",
         "ranks compare in which order they sum as traced, not as it will run",
-        (('"sums": _sums(live_instrs(lowered), mesh),', '"sums": _sums(live_instrs(program), mesh),'),),
+        (("for instr in live_instrs(lowered):", "for instr in live_instrs(program):"),),
         (f"{GROUPS}test_sums_in_one_group_have_one_order_on_all_ranks_as_they_will_run",),
         no_gpu=SEVERAL,
     ),

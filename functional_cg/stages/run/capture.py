@@ -66,10 +66,6 @@ class CPUBackend:
     def capture(self, plan: Plan, buffers: Buffers, scratch: Callable[[], Spare]) -> Replay:
         return _DirectReplay(plan.bind(buffers))
 
-    def record(self, run: Run) -> Replay:
-        """Return a replay of any run."""
-        return _DirectReplay(run)
-
 
 class _GraphReplay:
     """Launches a CUDA graph; metrics lie in its private pool.

@@ -16,11 +16,9 @@ from ...state.arena import BufferSpec
 
 __all__ = ["Distances", "between", "rounded"]
 
-_AT_ONCE = 2**24  # elements to measure at a time
-_CAREFULLY = 2**20  # likewise, with several copies in double precision
+_AT_ONCE = 2**20  # elements to measure at a time, with several copies in double precision
 _FLOOR = 2.0  # ulps
 _FAR = 1e300  # stands for infinity, and twice as much for NaN: equal ones are 0 apart, others farther than all numbers
-_differences = torch.ops.aten._foreach_sub.List
 _norms = torch.ops.aten._foreach_norm.Scalar
 
 
@@ -29,17 +27,11 @@ class Distances:
 
     NaN equals NaN, and equal infinities match. Of integers and flags, such as tokens, each element that differs counts
     1, by however much.
-
-    Args:
-      finite: Whether to take all elements for finite: that is quicker, and a distance is NaN or infinite if one is not.
     """
 
-    def __init__(self, *, finite: bool = False) -> None:
-        self._finite = finite
-        self._at_once = _AT_ONCE if finite else _CAREFULLY
-        # By device and dtype: pieces with their rows, and how many elements they have.
-        self._waiting: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor, Tensor]]] = {}
-        self._counts: dict[tuple[torch.device, torch.dtype], int] = {}
+    def __init__(self) -> None:
+        # By device: pieces with their rows, and what they should be.
+        self._waiting: dict[torch.device, list[tuple[int, Tensor, Tensor]]] = {}
         # Rows with their norms.
         self._measured: list[tuple[Sequence[int], Tensor]] = []
         self._unlike: list[int] = []
@@ -55,13 +47,12 @@ class Distances:
         if one.dtype is not expected.dtype or one.shape != expected.shape:
             self._unlike.append(number)
             return
-        for piece, other in zip(self._pieces(one), self._pieces(expected), strict=True):
-            group = piece.device, piece.dtype
-            self._waiting.setdefault(group, []).append((number, piece, other))
-            self._counts[group] = self._counts.get(group, 0) + len(piece)
+        waiting = self._waiting.setdefault(one.device, [])
+        for piece, other in zip(_pieces(one), _pieces(expected), strict=True):
+            waiting.append((number, piece, other))
             # What is left of a large tensor would keep all of it alive.
-            if self._counts[group] >= self._at_once or one.numel() > self._at_once:
-                self._measure(group)
+            if one.numel() > _AT_ONCE or sum(len(piece) for _, piece, _ in waiting) >= _AT_ONCE:
+                self.measure()
 
     def known(self, count: int) -> tuple[Tensor, Tensor]:
         """Return the distances, f64[count, 2], and how far what was expected is from zero, 0 for integers."""
@@ -78,46 +69,31 @@ class Distances:
 
     def measure(self) -> None:
         """Measure all that waits, without waiting for the GPU."""
-        for group in self._waiting:
-            self._measure(group)
-        by_device: dict[torch.device, list[tuple[Sequence[int], Tensor]]] = {}
-        for part in self._measured:
-            by_device.setdefault(part[1].device, []).append(part)
-        self._measured = [_joined(parts) for parts in by_device.values()]
-
-    def _measure(self, group: tuple[torch.device, torch.dtype]) -> None:
-        waiting, self._waiting[group], self._counts[group] = self._waiting[group], [], 0
-        if not waiting:
-            return
-        device, dtype = group
-        numbers, ones, others = zip(*waiting, strict=True)
-        sizes = [piece.to(device) for piece in others]
-        if dtype is torch.int64:
-            finite = apart = [(one != other).float() for one, other in zip(ones, sizes, strict=True)]
-            sizes = [torch.zeros_like(one) for one in apart]
-        elif self._finite:
-            finite = apart = _differences(ones, sizes)
-        else:
-            finite, apart, sizes = _carefully(ones, sizes)
-        norms = [
-            _norms(of, order, torch.float64)
-            for of, order in ((finite, 2), (apart, math.inf), (sizes, 2), (sizes, math.inf))
-        ]
-        self._measured.append((numbers, torch.stack([*map(torch.stack, norms)])))
-
-    def _pieces(self, tensor: Tensor) -> Iterator[Tensor]:
-        """Yield the elements in logical order, complex ones as pairs, as f32, f64 or i64."""
-        if tensor.is_complex():
-            tensor = torch.view_as_real(tensor.resolve_conj())
-        exact = torch.float64 if tensor.dtype is torch.float64 else torch.float32
-        dtype = exact if tensor.is_floating_point() else torch.int64
-        for piece in tensor.reshape(-1).split(self._at_once) if tensor.numel() else ():
-            yield piece.to(dtype)
+        for waiting in self._waiting.values():
+            if waiting:
+                numbers, ones, others = zip(*waiting, strict=True)
+                finite, apart, sizes = _parts(ones, others)
+                norms = [
+                    _norms(finite, 2),
+                    _norms(apart, math.inf),
+                    _norms(sizes, 2),
+                    _norms(sizes, math.inf),
+                ]
+                self._measured.append((numbers, torch.stack([*map(torch.stack, norms)])))
+                waiting.clear()
 
 
-def _carefully(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[list[Tensor]]:
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the elements in logical order, complex ones as pairs, and integers as they are."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    yield from tensor.reshape(-1).split(_AT_ONCE) if tensor.numel() else ()
+
+
+def _parts(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[list[Tensor]]:
     """Return the differences of finite elements, those of all, and what was expected, with zeros for the rest of it."""
-    one, other = (torch.cat([*pieces]).double() for pieces in (ones, others))
+    pairs = [_numbers(one, other.to(one.device)) for one, other in zip(ones, others, strict=True)]
+    one, other = (torch.cat(pieces).double() for pieces in zip(*pairs, strict=True))
     size = other.nan_to_num(0.0, 0.0, 0.0)
     apart = _all_finite(one).sub_(_all_finite(other))
     # Zero for what is not far.
@@ -126,21 +102,22 @@ def _carefully(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[list[Te
     return [[*of.split(counts)] for of in (apart - far, apart, size)]
 
 
+def _numbers(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two pieces as f32 or f64; of integers, 1 where they differ, and 0."""
+    if one.is_floating_point():
+        exact = torch.float64 if one.dtype is torch.float64 else torch.float32
+        return one.to(exact), other.to(exact)
+    return (one != other).float(), torch.zeros_like(one, dtype=torch.float32)
+
+
 def _all_finite(numbers: Tensor) -> Tensor:
     """Replace, in place, what is not finite by numbers far from all others, and from each other."""
     return numbers.nan_to_num_(2 * _FAR, _FAR, -_FAR)
 
 
-def _joined(parts: Sequence[tuple[Sequence[int], Tensor]]) -> tuple[Sequence[int], Tensor]:
-    """Join what is read at once. A graph may write a part at each replay, so a single part is not copied."""
-    if len(parts) == 1:
-        return parts[0]
-    return [number for numbers, _ in parts for number in numbers], torch.cat([norms for _, norms in parts], 1)
-
-
-def between(outputs: Sequence[Tensor], expected: Sequence[Tensor], *, finite: bool = False) -> Distances:
+def between(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> Distances:
     """Measure how far each output is from what it should be."""
-    found = Distances(finite=finite)
+    found = Distances()
     for number, (one, other) in enumerate(zip(outputs, expected, strict=True)):
         found.add(number, one, other)
     return found

@@ -28,7 +28,7 @@ from .recorded import Recorded
 from .reference import Reference
 from .ulps import Shaker
 
-__all__ = ["Difference", "Judge", "load_kernels", "miscompiled"]
+__all__ = ["Difference", "Judge", "miscompiled"]
 
 _log = logging.getLogger("functional_cg")
 # Runs that measure rounding: ulps by which results are perturbed, ulps for the arguments of deciding calls, and the
@@ -75,18 +75,6 @@ class Difference:
         return f"{self.name}  {what}{f', computed at {self.site}' if self.site is not None else ''}"
 
 
-def load_kernels(device: torch.device) -> None:
-    """Compare some numbers on a GPU, because CUDA loads a kernel when it is first launched."""
-    shaker = Shaker()
-    with torch.cuda.device(device):
-        for dtype in (torch.float32, torch.bfloat16, torch.int64):
-            apart, numbers = Distances(), torch.ones(8, dtype=dtype, device=device)
-            for number in range(2):
-                apart.add(number, numbers, numbers.clone())
-            apart.known(2)
-            shaker.move(numbers, 1, 1.0)
-
-
 def miscompiled(name: str, what: str, rows: Iterable[str], why: str) -> MiscompileError:
     """Return the error for a step that was compiled incorrectly.
 
@@ -114,13 +102,14 @@ class Judge:
 
     Attributes:
       share: The largest accepted difference, as a fraction of what rounding explains.
+      runs: How many perturbed runs the last comparison took that found no difference.
     """
 
     def __init__(self, reference: Reference, together: Callable[[bool], bool]) -> None:
         self._reference, self._together = reference, together
         self._part, self._least = rounded([out.var.spec for out in reference.outputs])
         self._known = torch.zeros(())  # what rounding has explained of each output, as a part of its size
-        self.share = 0.0
+        self.share, self.runs = 0.0, 0
 
     def compare(
         self,
@@ -147,7 +136,7 @@ class Judge:
         if recorded is None:
             off, sizes = between(outputs, expected).known(len(outputs))
         else:
-            off, sizes = recorded.apart(outputs)
+            off, sizes = recorded.apart()
         known = (sizes * self._known).nan_to_num(0.0, math.inf)
         limits = torch.maximum(torch.maximum(sizes * self._part, self._least), known)
         dice = random.Random(0)
@@ -155,7 +144,7 @@ class Judge:
             wrong = ~(off <= limits * times).all(1)
             if not self._together(bool(wrong.any())):
                 shares = (off / limits).nan_to_num(0.0, 0.0)  # 0 of 0, or any part of what is unlimited
-                self.share = max([self.share, *shares.view(-1).tolist()])
+                self.share, self.runs = max([self.share, *shares.view(-1).tolist()]), number
                 return []
             if number < len(_RUNS):
                 most, decisions, factor = _RUNS[number]

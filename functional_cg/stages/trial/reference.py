@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -15,7 +15,7 @@ from ..evaluate import assigned, evaluate, quiet
 from ..layouts import laid_out, unsure
 from ..lifetimes import last_uses, peak_bytes, storage_bytes
 from ..passes.fused import at_places, group_size
-from ..plan import AtenPlan, Buffers, Run, lower_aten
+from ..plan import Buffers
 from ..program import Instr, Program, Var, live, written_storages
 from ..sub_programs import calls_of
 from .host_memory import HostMemory
@@ -57,19 +57,22 @@ class Reference:
     Attributes:
       program: The program.
       outputs: Its outputs, metrics first.
-      unchecked: Which of its slots and inputs may hold any value.
     """
 
     def __init__(self, program: Program, outputs: Sequence[Output] = ()) -> None:
         self.program = program
-        self.unchecked = Unchecked.of(program)
         leaves = zip(program.slot_names, program.slots, program.new_state, strict=False)
         self.outputs = [*outputs] or [Output(name, var) for name, var in program.named_results()]
         self.outputs += [Output(name, new, i) for i, (name, old, new) in enumerate(leaves) if old is not new]
         # The storages that leave for the host before a call, by its place.
         self._aside: Mapping[int, Sequence[int]] = {}
 
-    @cached_property  # like those below: a step that is not compiled needs none of them
+    @cached_property  # like those below: a step that is not compiled needs few of them
+    def unchecked(self) -> Unchecked:
+        """Which slots and inputs of the program may hold any value."""
+        return Unchecked.of(self.program)
+
+    @cached_property
     def _instrs(self) -> list[Instr]:
         """The calls that outputs need, with a call that shows each output after the last write to it."""
         instrs, _ = live(calls_of(self.program.instrs), [out.var for out in self.outputs])
@@ -121,24 +124,10 @@ class Reference:
         """Bytes of the outputs."""
         return sum(out.var.spec.nbytes for out in self.outputs)
 
-    @cached_property
-    def _plan(self) -> AtenPlan:
-        """A plan that returns the outputs and writes no slot."""
-        wanted = [out.var for out in self.outputs]
-        return lower_aten(replace(self.program, outputs=wanted, reports=[], updates=[]))
-
-    @cached_property
+    @property
     def at_once(self) -> int:
-        """Bytes that :meth:`all_at_once` takes at most, or a run whose outputs stay on the device."""
-        schedule, outputs = self._plan.schedule, [out.var for out in self.outputs]
-        copies = sum(outputs[place].spec.nbytes for place in schedule.cloned)
-        peak, beside = self._memory
-        head = peak_bytes(schedule.head, {var.storage for var in outputs}, self._sizes)
-        return max(head + copies, self.kept + peak) + beside
-
-    def all_at_once(self, buffers: Buffers) -> Run:
-        """Return a run of the program as a plan, which makes fewer calls than :meth:`run` and takes more memory."""
-        return self._plan.bind(buffers)
+        """Bytes that a run takes at most whose outputs stay on the device."""
+        return self.kept + sum(self._memory)
 
     def values(self, buffers: Buffers, *, on_host: bool = False, watch: Watch | None = None) -> list[Tensor]:
         """Run the program, and return its outputs, each in memory of its own.

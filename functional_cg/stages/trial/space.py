@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -21,12 +18,10 @@ from .variants import vary
 
 __all__ = ["Space", "device_of", "free_host_memory", "free_room"]
 
-_LARGE = 2**20  # bytes
 # Parts of the memory that is free: 4 is a quarter of it.
 _FOR_WORKSPACES = 8  # is left for the workspaces of kernels
-_FOR_VALUES = 4  # copies of slots and inputs stay on the device if they take less than this
+_FOR_VALUES = 4  # copies of slots and inputs stay on the device if they take less than this beside a run
 _OF_THE_HOST = 4  # values of the program may take this of the host's memory for a while
-_INTEGERS = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 
 @dataclass
@@ -35,44 +30,44 @@ class Space:
 
     Attributes:
       buffers: The buffers.
-      ample: Whether the device has room for the copies; if not, they are on the host.
-      kept: The tensors that may be written, with copies of their values; None stands for zeros.
+      ample: Whether the device has room for the copies and for a run of the program; if not, the host keeps the
+        copies, and the outputs of the program.
+      written: The tensors that may be written.
+      values: Copies of their values.
       free: The tensors that may hold any value, each with a number of its own, and whether it is a leaf.
     """
 
     buffers: Buffers
     ample: bool
-    kept: list[tuple[Tensor, Tensor | None]]
+    written: Sequence[Tensor]
+    values: Sequence[Tensor]
     free: Sequence[tuple[Tensor, int, bool]]
 
     @classmethod
     def of(cls, reference: Reference, buffers: Buffers, *, inputs: bool) -> Self:
         """Keep the values of the slots that a step writes, and of its inputs, if they will be written, too."""
-        written = [out.slot for out in reference.outputs if out.slot is not None]
-        given = [(buffers.slots[slot], slot, True) for slot in written]
+        slots = [out.slot for out in reference.outputs if out.slot is not None]
+        given = [(buffers.slots[slot], slot, True) for slot in slots]
         free = [one for one in given if reference.unchecked.slots[one[1]]]
         if inputs:
             staged = [(one, -1 - number, False) for number, one in enumerate(buffers.inputs)]
             free += [one for one, is_free in zip(staged, reference.unchecked.inputs, strict=True) if is_free]
             given += staged
-        tensors, room = [one for one, _, _ in given], free_room(buffers)
-        ample = room is None or _FOR_VALUES * sum(one.nbytes for one in tensors) < room
-        if not ample:
-            return cls(buffers, ample, [(one, _on_host(one)) for one in tensors], free)
-        values = [torch.empty_like(one) for one in tensors]
-        uninterrupted(copies(values, tensors))
-        return cls(buffers, ample, list(zip(tensors, values, strict=True)), free)
-
-    def reset(self) -> None:
-        """Restore the values of the call."""
-        pairs = [(one, value) for one, value in self.kept if value is not None]
-        zeros = [partial(one.zero_) for one, value in self.kept if value is None]
-        uninterrupted([*copies([one for one, _ in pairs], [value for _, value in pairs]), *zeros])
+        written, room = [one for one, _, _ in given], free_room(buffers)
+        copied = _FOR_VALUES * sum(one.nbytes for one in written)
+        ample = room is None or copied + reference.at_once < room - room // _FOR_WORKSPACES
+        values = [torch.empty_like(one, device=one.device if ample else "cpu") for one in written]
+        space = cls(buffers, ample, written, values, free)
+        space.keep()
+        return space
 
     def keep(self) -> None:
         """Keep what the buffers hold now."""
-        pairs = [(value, one) for one, value in self.kept if value is not None]
-        uninterrupted(copies([value for value, _ in pairs], [one for _, one in pairs]))
+        uninterrupted(copies(self.values, self.written))
+
+    def reset(self) -> None:
+        """Restore the values that were kept."""
+        uninterrupted(copies(self.written, self.values))
 
     def vary(self, kind: str) -> None:
         """Put other values in the buffers, made from those of the call."""
@@ -106,17 +101,6 @@ def free_room(buffers: Buffers) -> int | None:
     return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
-def _on_host(slot: Tensor) -> Tensor | None:
-    """Copy a slot to the host; return None if it is all zeros, as an optimizer's moments are at first."""
-    integer = _INTEGERS.get(slot.itemsize)
-    if integer is not None and not slot.view(integer).any():  # compares bits: -0.0 is not 0.0
-        return None
-    host = torch.empty_like(slot, device="cpu")
-    if slot.nbytes > _LARGE:  # the first touch of memory is slow; `fill_` does it with several threads
-        host.fill_(0)
-    return host.copy_(slot)
-
-
 def free_host_memory() -> int:
     """Return the free bytes of host memory that the system reports; without a report, there is enough."""
     try:
@@ -124,5 +108,4 @@ def free_host_memory() -> int:
             fields = dict(line.split(":", 1) for line in file)
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
-        known = "SC_AVPHYS_PAGES" in os.sysconf_names
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else sys.maxsize
+        return sys.maxsize

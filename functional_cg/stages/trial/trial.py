@@ -22,7 +22,7 @@ from ..plan import Buffers, Plan
 from ..program import Program
 from .judge import Difference, Judge
 from .recorded import Recorded
-from .reference import Output, Reference
+from .reference import Output, Reference, Watch
 from .space import Space
 from .variants import KINDS, OVERFLOW, Finite, overflows
 
@@ -33,7 +33,6 @@ See = Callable[[Program, Sequence[Tensor], Sequence[Tensor]], None]
 
 _log = logging.getLogger("functional_cg")
 _GROSS = 8.0  # on values that nobody asked for, a mistake is this many times as much as rounding explains
-_RECORDED_RUNS = 2  # runs of the program in a recorded comparison, each with memory of its own
 _NAMED = 4  # calls that a certificate names
 
 
@@ -91,15 +90,15 @@ class Trial:
       lacking: Bytes of memory that the reference lacks; if not 0, nothing was compared.
       share: The largest difference found, as a fraction of what rounding explains.
       kind: Which values it was found on; empty for those of the call.
+      whole: Whether it compares the plan as a whole, and so may compare a replay of it.
     """
 
+    whole = True
+
     def __init__(self, reference: Reference, plan: Plan, together: Callable[[bool], bool]) -> None:
-        self._reference, self._plan, self._together = reference, plan, together
+        self._reference, self._plan, self.together = reference, plan, together
         self._judge = Judge(reference, together)
         self.lacking, self.share, self.kind = 0, 0.0, ""
-        self._on_host = True  # whether the host keeps the outputs of the program
-        self._ends = set[int]()  # calls that make the first infinities or NaNs on the values of the call
-        self._meets = set[int]()  # calls that read such numbers there
 
     def rehearse(self, buffers: Buffers, scratch: Sequence[Tensor]) -> None:
         """Compile the plan and run it once on other inputs, so that the trial exposes anything it keeps of them.
@@ -127,48 +126,33 @@ class Trial:
                 _log.debug("not rehearsed: %s", error)
 
     def differences(self, space: Space) -> list[Difference]:
-        """Return what the plan computes differently; empty if only rounding differs, or if nothing was compared.
+        """Return what the plan computes differently on the values of a call, and on others made from them.
+
+        It is empty if only rounding differs, or if nothing was compared.
 
         Args:
           space: The buffers that the plan and the program run on.
         """
-        found = self._compared(space)
-        if self._together(bool(found)) or self.lacking:
+        usual = Finite()
+        _, found = self.again(space, partial(self._run, space), watch=usual)
+        if self.together(bool(found)) or self.lacking:
             return found
-        half = self._together(overflows(self._reference.program))
+        half = self.together(overflows(self._reference.program))
         for kind in (*KINDS, OVERFLOW) if half else KINDS:
-            found = self._compared(space, kind)
-            if self._together(bool(found)):
+            space.vary(kind)
+            found = self._on_others(space, kind, usual)
+            if self.together(bool(found)):
                 self.kind = kind
                 return found
         self.lacking = 0  # there was enough memory for the values of the call
         return []
 
-    def _compared(self, space: Space, kind: str = "") -> list[Difference]:
-        """Return the differences on the values of the call, or on others of a kind."""
-        buffers, finite = space.buffers, Finite()
-        if not kind:
-            if self._lacks(space):
-                return []
-            expected = self._reference.values(buffers, on_host=self._on_host, watch=finite)
-            found = self._judge.compare(self._made(space), expected, buffers, space.reset)
-            self.share, self._ends, self._meets = self._judge.share, finite.ends(), finite.meets()
-            return found
-        space.vary(kind)
-        expected = []
-        try:
-            expected = self._reference.values(buffers, on_host=self._on_host, watch=finite)
-        except Exception as error:  # a kernel refuses the values
-            _log.debug("not compared on %s values: %s", kind, error)
-        if self._together(not expected or not finite.ends() <= self._ends):
-            return []
-        judge, unclear = Judge(self._reference, self._together), finite.unclear(self._meets)
-        outs = zip(self._reference.outputs, self._made(space), expected, strict=True)
-        made = [other if out.var.storage in unclear else one for out, one, other in outs]
-        return judge.compare(made, expected, buffers, partial(space.vary, kind), times=_GROSS)
-
     def again(
-        self, space: Space, run: Callable[[], Sequence[Tensor]], recorded: Recorded | None = None
+        self,
+        space: Space,
+        run: Callable[[], Sequence[Tensor]],
+        recorded: Recorded | None = None,
+        watch: Watch | None = None,
     ) -> tuple[Sequence[Tensor], list[Difference]]:
         """Compare what a run makes of the values in the buffers; return its metrics, and the differences.
 
@@ -178,59 +162,51 @@ class Trial:
           space: The buffers.
           run: Runs the plan and returns the metrics, which a later run may overwrite.
           recorded: The comparison, if it is recorded.
+          watch: Called for each call of the program with what it makes.
         """
-        restored = False
-
-        def back() -> None:
-            nonlocal restored
-            space.reset()
-            restored = True
-
         if recorded is not None:
-            self.lacking = 0
-            expected = recorded.expect()
+            self.lacking, expected = 0, recorded.expect()
         elif self._lacks(space):
             return run(), []
         else:
-            expected = self._reference.values(space.buffers, on_host=self._on_host)
-        try:
-            metrics = run()
-            outputs = self._reference.made(metrics, space.buffers.slots)
-            found = self._judge.compare(outputs, expected, space.buffers, back, recorded=recorded)
-        finally:
-            if recorded is not None:
-                recorded.forget()
+            expected = self._reference.values(space.buffers, on_host=not space.ample, watch=watch)
+        metrics = run()
+        outputs = self._reference.made(metrics, space.buffers.slots)
+        found = self._judge.compare(outputs, expected, space.buffers, space.reset, recorded=recorded)
         self.share = self._judge.share
-        refused = self._together(bool(found))
-        return (run() if restored and not refused else metrics), found
+        rerun = self._judge.runs and not self.together(bool(found))
+        return (run() if rerun else metrics), found
 
-    def record(self, make: Callable[[], Recorded], room: int) -> Recorded | None:
-        """Record the comparison of later calls, if every rank can do so within ``room`` bytes; else return None."""
-        if self._together(bool(self.lacking) or _RECORDED_RUNS * self._reference.at_once > room):
-            return None
-        recorded: Recorded | None = None
+    def _on_others(self, space: Space, kind: str, usual: Finite) -> list[Difference]:
+        """Return the differences on other values than those of the call.
+
+        Args:
+          space: The buffers, with values of this kind.
+          kind: The kind.
+          usual: What has watched the program on the values of the call.
+        """
+        finite, expected = Finite(), list[Tensor]()
         try:
-            recorded = make()
-        except Exception as error:  # out of memory, a kernel that refuses: it can be compared call by call
-            _log.debug("later comparisons are not recorded: %s", error)
-        if not self._together(recorded is None):
-            return recorded
-        if recorded is not None:
-            recorded.close()
-        return None
+            expected = self._reference.values(space.buffers, on_host=not space.ample, watch=finite)
+        except Exception as error:  # a kernel refuses the values
+            _log.debug("not compared on %s values: %s", kind, error)
+        if self.together(not expected or not finite.ends() <= usual.ends()):
+            return []
+        judge, unclear = Judge(self._reference, self.together), finite.unclear(usual.meets())
+        made = self._reference.made(self._run(space), space.buffers.slots)
+        outs = zip(self._reference.outputs, made, expected, strict=True)
+        made = [other if out.var.storage in unclear else one for out, one, other in outs]
+        return judge.compare(made, expected, space.buffers, partial(space.vary, kind), times=_GROSS)
 
     def _lacks(self, space: Space) -> bool:
-        room = space.room()
-        self._on_host = not space.ample or (room is not None and self._reference.at_once > room)
-        lack = _lack(self._reference, space) if self._on_host else 0
-        self.lacking = max(lack, 1) if self._together(lack > 0) else 0
+        lack = 0 if space.ample else _lack(self._reference, space)
+        self.lacking = max(lack, 1) if self.together(lack > 0) else 0
         return bool(self.lacking)
 
-    def _made(self, space: Space) -> list[Tensor]:
-        """Run the plan and return its outputs, in memory that the next run overwrites."""
+    def _run(self, space: Space) -> Sequence[Tensor]:
+        """Run the plan and return its metrics, in memory that the next run overwrites."""
         with quiet():
-            metrics = self._plan.bind(space.buffers)(())
-        return self._reference.made(metrics, space.buffers.slots)
+            return self._plan.bind(space.buffers)(())
 
 
 class TrialOfFunctions(Trial):
@@ -240,20 +216,24 @@ class TrialOfFunctions(Trial):
     is too little for one of these calls, the other one is enough.
     """
 
-    def record(self, make: Callable[[], Recorded], room: int) -> Recorded | None:
-        return None
+    whole = False
 
     def again(
-        self, space: Space, run: Callable[[], Sequence[Tensor]], recorded: Recorded | None = None
+        self,
+        space: Space,
+        run: Callable[[], Sequence[Tensor]],
+        recorded: Recorded | None = None,
+        watch: Watch | None = None,
     ) -> tuple[Sequence[Tensor], list[Difference]]:
         found = self._compared(space)
         space.reset()
-        refused = self._together(bool(found))  # a rank that runs alone would wait for the others
+        refused = self.together(bool(found))  # a rank that runs alone would wait for the others
         return (() if refused else run()), found
 
+    def _on_others(self, space: Space, kind: str, usual: Finite) -> list[Difference]:
+        return self._compared(space, kind)
+
     def _compared(self, space: Space, kind: str = "") -> list[Difference]:
-        if kind:
-            space.vary(kind)
         found: list[Difference] = []
         lacks: dict[Program, int] = {}  # 0 for what was compared
 
@@ -271,9 +251,9 @@ class TrialOfFunctions(Trial):
                 self.share = max(self.share, judge.share)
 
         with cast("Shown", self._plan).watched(see):
-            self._made(space)
+            self._run(space)
         lack = max(lacks.values(), default=0)
-        self.lacking = max(lack, 1) if self._together(lack > 0) else 0
+        self.lacking = max(lack, 1) if self.together(lack > 0) else 0
         return found
 
 

@@ -11,7 +11,7 @@ through comparisons, too. So it does behind a number that is counted: how many f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from ...tensors.op_table import row_of
 from ...tensors.ulps import MOVABLE
 from ..program import Instr, Program, Var
-from ..sub_programs import SubProgram
+from ..sub_programs import calls_of
 from .ulps import INTEGERS
 
 __all__ = ["Unchecked", "moved_checks"]
@@ -46,16 +46,16 @@ class Unchecked:
         Walks the calls backwards: the values that a checked value is computed from count as checked, too. A warm-up
         runs more than once, so the new value of a checked slot counts as well; its inputs are those of the call.
         """
-        calls, checked, known = _in_reverse(program.instrs), _Checked(), _Checked()
-        checked.by(calls)
-        of_inputs = checked.all
-        while known != checked:
-            known = _Checked({*checked.indices}, {*checked.asserted})
+        calls, checked = calls_of(program.instrs)[::-1], _Checked()
+        of_inputs = checked.by(calls)
+        of_slots, before = of_inputs, set[int]()
+        while of_slots != before:
+            before = of_slots
             for old, new in zip(program.slots, program.new_state, strict=False):
-                checked.asserted |= {new.storage} if old.storage in checked.asserted else set()
-                checked.indices |= {new.storage} if old.storage in checked.indices else set()
-            checked.by(calls)
-        of_slots = checked.all
+                for known in (checked.indices, checked.asserted):
+                    if old.storage in known:
+                        known.add(new.storage)
+            of_slots = checked.by(calls)
         return cls(
             tuple(var.storage not in of_slots for var in program.slots),
             tuple(var.storage not in of_inputs for var in program.inputs),
@@ -74,67 +74,18 @@ class _Checked:
     indices: set[int] = field(default_factory=set)
     asserted: set[int] = field(default_factory=set)
 
-    @property
-    def all(self) -> set[int]:
+    def by(self, calls: Iterable[Instr]) -> set[int]:
+        """Add what calls check, the last one first, and all that is computed from; return all checked storages."""
+        for instr in calls:
+            read, made = {var.storage for var in instr.inputs()}, [*instr.writes, *instr.outputs()]
+            if any(var.storage in self.asserted for var in made):
+                self.asserted |= read
+            if any(var.storage in self.indices for var in made if not _is_position(instr, var)):
+                # A count may be out of range whatever is counted: any of those values may have to be another one.
+                (self.asserted if row_of(instr.op).counts else self.indices).update(read)
+            self.indices.update(var.storage for var in _in_range_for(instr))
+            self.asserted.update(var.storage for var in _asserted_by(instr))
         return self.indices | self.asserted
-
-    def by(self, calls: Iterable[_Call | Instr]) -> None:
-        """Add what calls check, and all that checked storages are computed from; see :func:`_in_reverse`."""
-        for call in calls:
-            if isinstance(call, Instr):
-                self._by_sub_program(call)
-                continue
-            if not self.asserted.isdisjoint(call.made):
-                self.asserted.update(call.read)
-            if not self.indices.isdisjoint(call.ranged):
-                (self.asserted if call.counts else self.indices).update(call.read)
-            self.indices.update(call.in_range)
-            self.asserted.update(call.asserted)
-
-    def _by_sub_program(self, call: Instr) -> None:
-        made = [(mine.storage, var.storage) for mine, var in zip(call.op.results, call.out, strict=True)]
-        inside = _Checked(
-            {mine for mine, its in made if its in self.indices},
-            {mine for mine, its in made if its in self.asserted},
-        )
-        inside.by(call.op.known("unchecked", lambda one: _in_reverse(one.calls)))
-        for mine, var in zip(call.op.given, call.args[0], strict=True):
-            self.indices |= {var.storage} if mine.storage in inside.indices else set()
-            self.asserted |= {var.storage} if mine.storage in inside.asserted else set()
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """What an ATen call does with memory, by storage.
-
-    Attributes:
-      read: What it reads.
-      made: What it makes or writes.
-      ranged: What of that may be out of range.
-      counts: Whether that is so whatever the range of what it reads is: any value of that may have to be another one.
-      in_range: What it reads that has to be in range.
-      asserted: What it reads that it may refuse because of any of its values.
-    """
-
-    read: Collection[int]
-    made: Collection[int]
-    ranged: Collection[int]
-    counts: bool
-    in_range: Collection[int]
-    asserted: Collection[int]
-
-    @classmethod
-    def of(cls, instr: Instr) -> _Call:
-        ranged = (*instr.writes, *(var for var in instr.outputs() if not _is_position(instr, var)))
-        every = (instr.inputs(), (*instr.writes, *instr.outputs()), ranged)
-        read, made, moved = ({var.storage for var in some} for some in every)
-        checked = ([var.storage for var in some] for some in (_in_range_for(instr), _asserted_by(instr)))
-        return cls(read, made, moved, row_of(instr.op).counts, *checked)
-
-
-def _in_reverse(instrs: Sequence[Instr]) -> list[_Call | Instr]:
-    """Return calls, the last one first; those of sub-programs as they are."""
-    return [one if isinstance(one.op, SubProgram) else _Call.of(one) for one in reversed(instrs)]
 
 
 def moved_checks(instrs: Iterable[Instr]) -> dict[Instr, list[Var]]:
@@ -153,10 +104,12 @@ def moved_checks(instrs: Iterable[Instr]) -> dict[Instr, list[Var]]:
 
 
 def _is_position(instr: Instr, var: Var) -> bool:
-    """Whether a result is in range for any arguments: a flag, or integers from floats, neither cast nor counted.
+    """Whether a new result is in range for any arguments: a flag, or integers from floats, neither cast nor counted.
 
     How a decomposition went, which those ending with ``_ex`` return, is checked by a call of its own.
     """
+    if var in instr.writes:
+        return False
     if var.spec.dtype is torch.bool:
         return True
     row = row_of(instr.op)

@@ -1,12 +1,12 @@
-"""Check that a step keeps replicated leaves equal on all ranks, and the shards of a leaf consistent.
+"""What ranks make sure of before a capture: that they are about to do the same, or what fits together.
 
-The program is followed to find the mesh axes over which each value may differ: inputs differ over all axes, a
-shard over its own axis; a reduction or a gather over an axis makes the result equal along it. A 0-d input,
-such as a learning rate or a flag, is assumed to be equal everywhere.
+A step must keep replicated leaves equal on all ranks, and the shards of a leaf consistent. The program is followed to
+find the mesh axes over which each value may differ: inputs differ over all axes, a shard over its own axis; a reduction
+or a gather over an axis makes the result equal along it. A 0-d input, such as a learning rate or a flag, is assumed to
+be equal everywhere.
 
-Shards are expected to differ, as parts of one leaf. But shards computed from different data on each rank are
-not parts of one leaf: gathering them gives the same patchwork everywhere. Only a reduction turns the ranks'
-data into one value.
+Shards are expected to differ, as parts of one leaf. But shards computed from different data on each rank are not parts
+of one leaf: gathering them gives the same patchwork everywhere. Only a reduction turns the ranks' data into one value.
 """
 
 from __future__ import annotations
@@ -15,39 +15,175 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import product, zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...errors import RankError
-from ...shards.collectives import result_of
-from ...shards.mesh import Mesh
-from ...shards.transfers import RECEIVE
-from ...stages.program import Instr, Program, Var
-from ...stages.sub_programs import SubProgram
-from ...state.arena import BufferSpec
-from ...tensors.op_table import row_of
-from .between_stages import is_between_stages
+from ..concurrency.garbage import no_garbage_collection
+from ..errors import RankError
+from ..shards.collectives import ALL_REDUCE, is_collective, result_of
+from ..shards.groups import Captures, Groups
+from ..shards.mesh import Axis, Mesh
+from ..shards.transfers import RECEIVE, SEND
+from ..stages.program import Instr, Program, Var
+from ..stages.schedule import live_instrs
+from ..stages.sub_programs import unrolled
+from ..state.arena import BufferSpec
+from ..tensors.op_table import row_of
 
-__all__ = ["apart", "refuse_divergence", "told_apart"]
+__all__ = ["groups_of", "meet"]
 
 _ODD = 6364136223846793005  # spreads the position of a byte over 64 bits
 
 Axes = Mapping[str, str]  # axes over which a value may differ -> source of the difference
 
 
+def groups_of(program: Program, mesh: Mesh | None) -> Groups:
+    """Return the groups that a program communicates over on a GPU; none on a CPU, whose calls are run each time."""
+    if mesh is None or mesh.device.type == "cpu":
+        return Groups((), Captures() if mesh is None else mesh.captures)
+    calls = (
+        instr for instr in unrolled(program).instrs if instr.op in (SEND, RECEIVE) or is_collective(instr.op)
+    )
+    return Groups({instr.args[-1] for instr in calls}, mesh.captures)
+
+
+@no_garbage_collection()
+def meet(
+    mesh: Mesh,
+    traced: Program,
+    lowered: Program,
+    specs: Sequence[BufferSpec],
+    names: Sequence[str],
+    *,
+    on_lanes: bool,
+) -> None:
+    """Wait until all ranks of a mesh are about to capture the same step; else a collective would hang.
+
+    Args:
+      mesh: The ranks.
+      traced: The step, as traced: what passes make of it may depend on the rank.
+      lowered: The same, as it will run: each group's sums then have one order on all of its ranks.
+      specs: Specs of its slots.
+      names: Names of its inputs.
+      on_lanes: Whether it will run on lanes, and so once more before the capture.
+    Raises:
+      RankError: On all ranks, naming those that are missing or differ, or leaves that would diverge.
+    """
+    program, function = unrolled(traced), traced.function
+    leaves = zip((*program.slot_names, *names), (*program.slots, *program.inputs), strict=True)
+    ops = " ".join(str(instr.op) for instr in program.instrs)
+    lines = [
+        f"capture `{function}`",
+        *(f"{name}  {_spec(var)}" for name, var in leaves),
+        f"{len(program.instrs)} ATen calls, {hashlib.blake2b(ops.encode(), digest_size=8).hexdigest()}",
+        "on lanes" if on_lanes else "in one line",
+        *_collectives(lowered, mesh),
+    ]
+    mesh.ranks.agree(function, "\n".join(lines))
+    if mesh.stages is not None:
+        _refuse_unmet(traced, lowered, mesh, mesh.stages)
+    numbers = mesh.ranks.beside(_said(mesh, function, lines[0], told_apart(program)))
+    if mesh.wide:  # else no two ranks hold the same leaf whole, or shards of one
+        _refuse_divergence(program, specs, names, mesh, _apart(numbers, mesh))
+
+
+def _said(mesh: Mesh, function: str, title: str, mine: Any) -> list[Any]:
+    """Return what each rank says under a title, which tells what it is about to do."""
+    texts = mesh.ranks.shared(function, f"{title}\n{json.dumps(mine)}")
+    return [json.loads(text.partition("\n")[2]) for text in texts]
+
+
+def _spec(var: Var) -> str:
+    """Return dtype and shape of a variable: its device differs between ranks."""
+    return str(var.spec).partition("@")[0]
+
+
+def _collectives(program: Program, mesh: Mesh) -> Iterator[str]:
+    """Yield the collectives of a program in their order, as text that is equal on all ranks that take part."""
+    axes = {axis.group: axis.name for axis in mesh.axes}
+    calls = (instr for instr in program.instrs if is_collective(instr.op))
+    for number, instr in enumerate(calls, 1):
+        what = ", ".join(map(_spec, instr.inputs()))
+        yield f"collective {number}  {instr.name} of {what} over {axes.get(instr.args[-1], 'stages')}"
+
+
+# -- the stages of a pipeline: what each sends to another one, that one receives -------------------------------------
+
+
+def _refuse_unmet(program: Program, lowered: Program, mesh: Mesh, stages: Axis) -> None:
+    """Raise on all ranks unless what is sent is received, in one order, and schedules are the same."""
+    function, notes = program.function, "; ".join(program.notes) or "no pipeline"
+    title = f"agree on what the stages of `{function}` send"
+    mine = {f"sums of {stages.group}": ("adds", []), **_between_stages(program, lowered, mesh)}
+    said = _said(mesh, function, title, [notes, mine])
+    other = next((rank for rank, (one, _) in enumerate(said) if one != said[0][0]), 0)
+    rows = [f"rank {rank}  {said[rank][0]}" for rank in (0, other)] if other else []
+    ends: dict[str, list[tuple[Any, str, list[str]]]] = {}
+    for rank, (_, groups) in enumerate(said):
+        for group, (does, what) in groups.items():
+            ends.setdefault(group, []).append((rank, does, what))
+    for group in sorted(ends):
+        rows += _unlike(ends[group])
+    if rows:
+        raise RankError.of(
+            function,
+            "stages of a pipeline do not fit together; the state is unchanged.",
+            rows=rows,
+            why="What one rank sends, another one waits for, in one order.",
+            fix="run one program on all ranks: one schedule, one loss, batches of one layout.",
+        )
+
+
+def _between_stages(program: Program, lowered: Program, mesh: Mesh) -> dict[str, tuple[str, list[str]]]:
+    """Return what this rank does in each group of ranks that hold other stages, and of what, in order."""
+    found: dict[str, tuple[str, list[str]]] = {}
+    for instr in program.instrs:
+        if instr.op is SEND:
+            found.setdefault(instr.args[-1], ("sends", []))[1].append(_spec(instr.args[0]))
+        elif instr.op is RECEIVE:
+            found.setdefault(instr.args[-1], ("receives", []))[1].append(_spec(instr.out[0]))
+    for instr in live_instrs(lowered):
+        if _is_between_stages(instr, mesh):
+            what = f"{instr.args[1]} of {_spec(instr.args[0])}"
+            found.setdefault(f"sums of {instr.args[-1]}", ("adds", []))[1].append(what)
+    return found
+
+
+def _is_between_stages(instr: Instr, mesh: Mesh) -> bool:
+    """Whether a call is a collective over ranks that hold other stages."""
+    return instr.op is ALL_REDUCE and instr.args[-1] not in {axis.group for axis in mesh.axes}
+
+
+def _unlike(ends: Sequence[tuple[Any, str, list[str]]]) -> Iterator[str]:
+    """Yield the first difference between what ranks do in a group: the two of a transfer, or all that add up.
+
+    Args:
+      ends: The ranks, what they do, and of what, in order.
+    """
+    does = ends[0][1]
+    name = "sum {} over stages" if does == "adds" else "transfer {}"
+    if does != "adds" and len(ends) == 1:
+        ends = [*ends, ("another", "receives" if does == "sends" else "sends", [])]
+    (first, does, known), *others = sorted(ends, key=lambda end: end[1], reverse=True)  # who sends, first
+    for rank, its, what in others:
+        if what != known:
+            pairs = enumerate(zip_longest(known, what, fillvalue="nothing"))
+            number, (one, other) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+            yield f"{name.format(number)}  rank {first} {does} {one}   rank {rank} {its} {other}"
+
+
+# -- replicas: which new leaves would differ between ranks -----------------------------------------------------------
+
+
 def told_apart(program: Program) -> list[str]:
     """Return what ranks compare of a program: a hash of each constant, then of the numbers in each call."""
-    words = [_digest_of(constant.value) for constant in program.constants]
-    return words + [
-        instr.op.known("numbers", _word_of_all) if isinstance(instr.op, SubProgram) else _word_of(instr)
-        for instr in program.instrs
-    ]
+    return [*(_digest_of(one.value) for one in program.constants), *map(_word_of, program.instrs)]
 
 
-def apart(said: Sequence[Sequence[str]], mesh: Mesh) -> dict[int, tuple[str, ...]]:
+def _apart(said: Sequence[Sequence[str]], mesh: Mesh) -> dict[int, tuple[str, ...]]:
     """Return the positions at which ranks differ, each with the axes along which neighbouring ranks do.
 
     Args:
@@ -70,7 +206,7 @@ def apart(said: Sequence[Sequence[str]], mesh: Mesh) -> dict[int, tuple[str, ...
     return found
 
 
-def refuse_divergence(
+def _refuse_divergence(
     program: Program,
     specs: Sequence[BufferSpec],
     names: Sequence[str],
@@ -84,12 +220,10 @@ def refuse_divergence(
       specs: Specs of the slots.
       names: Names of the inputs.
       mesh: The ranks.
-      others: The result of :func:`apart`.
+      others: The result of :func:`_apart`.
     Raises:
       RankError: Naming each such leaf, and what it is computed from.
     """
-    if not mesh.wide:
-        return  # no two ranks hold the same leaf whole, or shards of one
     differs, own_data = _on_all_stages(program, specs, names, mesh, others)
     rows, patchworks = [], []
     leaves = zip(program.slot_names, specs, program.slots, program.new_state, strict=False)
@@ -154,17 +288,15 @@ def _on_all_stages(
         ]
         if mesh.stages is None or mesh.ranks is None:
             return found
-        title = f"follow what the stages of `{program.function}` add up"
-        texts = mesh.ranks.shared(program.function, f"{title}\n{json.dumps(brought)}")
-        joined: dict[str, dict[str, str]] = {}
-        for text in texts:
-            for place, axes in json.loads(text.partition("\n")[2]).items():
+        title, joined = f"follow what the stages of `{program.function}` add up", dict[str, dict[str, str]]()
+        for one in _said(mesh, program.function, title, brought):
+            for place, axes in one.items():
                 joined.setdefault(place, {}).update(axes)
         if {place: set(axes) for place, axes in joined.items()} == {
             p: set(axes) for p, axes in known.items()
         }:
             return found
-        known = dict(joined)
+        known = {**joined}
 
 
 def _followed(
@@ -197,21 +329,12 @@ def _followed(
     for number, constant in enumerate(program.constants):
         differs.add(constant.var, dict.fromkeys(others.get(number, ()), constant.name))
 
-    def follow(instr: Instr, differs: _Differences, told: Axes) -> None:
-        if isinstance(instr.op, SubProgram):
-            inside, given = _Differences(), {var.storage for var in instr.args[0]}
-            for mine, var in zip(instr.op.given, instr.args[0], strict=True):
-                inside.note([mine], [mine.storage], differs.of(var))
-            for one in instr.op.calls if told or any(map(differs.of, instr.args[0])) else ():
-                follow(one, inside, {})
-            for mine, var in zip(instr.op.results, instr.out, strict=True):
-                differs.note([var], given, {**inside.of(mine), **told})
-            return
+    for number, instr in enumerate(program.instrs, len(program.constants)):
         found: dict[str, str] = {}
         for var in () if row_of(instr.op).fresh else instr.inputs():
             found = {**differs.of(var), **found}
-        found = {**told, **found}
-        if is_between_stages(instr, mesh):
+        found = {**dict.fromkeys(others.get(number, ()), f"a number of Python in {instr.op}"), **found}
+        if _is_between_stages(instr, mesh):
             group = instr.args[-1]
             place = f"{group} {counts[group]} {of_data}"
             counts[group] += 1
@@ -225,9 +348,6 @@ def _followed(
             found.setdefault(axes.get(instr.args[-1], "ranks"), "the rank's own part of a sum")
         looked_at = {var.storage for var in instr.inputs()} - {var.storage for var in instr.writes}
         differs.note((*instr.outputs(), *instr.writes), looked_at, found)
-
-    for number, instr in enumerate(program.instrs, len(program.constants)):
-        follow(instr, differs, dict.fromkeys(others.get(number, ()), f"a number of Python in {instr.op}"))
     return differs.of
 
 
@@ -257,10 +377,6 @@ class _Differences:
 
 def _word_of(instr: Instr) -> str:
     return _word(repr(list(_numbers([instr.args, *instr.kwargs.values()]))))
-
-
-def _word_of_all(sub_program: SubProgram) -> str:
-    return _word(" ".join(map(_word_of, sub_program.calls)))
 
 
 def _numbers(value: Any) -> Iterator[Any]:

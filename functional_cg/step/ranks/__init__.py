@@ -1,1 +1,0 @@
-"""What ranks make sure of before a capture: that they are about to do the same, or what fits together."""
