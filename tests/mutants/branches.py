@@ -215,7 +215,7 @@ BRANCHES = (
     Mutant(
         "N129 room",
         "all leaves are gathered at once, whatever memory that takes",
-        (("or self._taken + made <= self._limit:\n", "or self._limit >= 0:\n"),),
+        (("or self._taken + made <= self._limit\n", "or self._limit >= 0\n"),),
         (
             f"{ORDER}test_gathers_run_ahead_as_far_as_there_is_room[1]",
             f"{ORDER}test_laws_of_collectives_on_lanes",
