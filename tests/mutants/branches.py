@@ -23,7 +23,7 @@ BRANCHES = (
     Mutant(
         "N116",
         "a lane does not wait for what it needs of another lane, and nobody checks",
-        (("waits=tuple(sorted(waits)),", "waits=tuple(sorted(waits)[1:]),"), BLIND),
+        (("tuple(sorted(waits)), tuple(free)", "tuple(sorted(waits)[1:]), tuple(free)"), BLIND),
         (
             f"{LAWS}test_exact_programs_in_branches",
             f"{LAWS}test_steps_in_branches[heads-2]",
@@ -36,8 +36,8 @@ BRANCHES = (
         "a lane reuses memory that another lane still reads, and nobody checks",
         (
             (
-                "        free = [memory for memory in own if all(clocks.covers(place.lane, one) for one in using[memory])]\n",
-                "        free = [*own]\n",
+                "free = [memory for memory in own if all(clocks.covers(place.lane, one) for one in using[memory])]",
+                "free = [*own]",
             ),
             BLIND,
         ),
@@ -137,7 +137,7 @@ BRANCHES = (
     Mutant(
         "N125",
         "lanes trust an op of a compiled step that returns its argument where its code says a new tensor",
-        (("            if not as_said:\n", "            if False:\n"),),
+        (("    if not surprise:\n", "    if True:\n"),),
         (f"{WRAPPER}test_an_op_that_returns_other_memory_than_its_trace_says_holds_all_on_one_lane",),
         no_gpu="told on the host",
     ),

@@ -136,7 +136,8 @@ def in_line(units: Sequence[Unit], kept: frozenset[Memory] = frozenset()) -> Tim
       units: The units, in the order of the plan.
       kept: Memory that is never freed: what leaves the step.
     """
-    before = predecessors(units)
+    # On one lane, only a collective is waited for.
+    before = predecessors(units) if any(unit.link for unit in units) else [()] * len(units)
     places: list[Place] = []
     now = link = 0.0
     for number, unit in enumerate(units):
@@ -324,4 +325,4 @@ def _ordered(
             pending[home[memory]].append(memory)
         free = [memory for memory in own if all(clocks.covers(place.lane, one) for one in using[memory])]
         pending[place.lane] = [memory for memory in own if memory not in free]
-        yield replace(place, waits=tuple(sorted(waits)), frees=tuple(free))
+        yield Place(place.unit, place.lane, tuple(sorted(waits)), tuple(free), place.start, place.end)

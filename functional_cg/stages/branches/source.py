@@ -253,7 +253,7 @@ def rehearsed(timeline: Timeline, code: Code, names: Mapping[str, Any], static: 
       static: Those of them that are there before the run.
     """
     scope, there = {**names, "uninterrupted": uninterrupted}, {storage_key(tensor) for tensor in static}
-    named, found = _names(timeline), dict[int, Memory]()
+    named, found, surprise = _names(timeline), dict[int, Memory](), ""
     for unit, frees in [(code.first, ()), *((timeline.units[p.unit], p.frees) for p in timeline.places)]:
         exec("\n".join(_statements(unit)), scope)
         for memory, name in unit.defined:
@@ -266,13 +266,15 @@ def rehearsed(timeline: Timeline, code: Code, names: Mapping[str, Any], static: 
             else:
                 as_said = found[key] == memory if key in found else memory in unit.made
             if not as_said:
-                why = f"the kernel of `{unit.name}` returns other memory than its trace says"
-                return replace(in_line(timeline.units, code.kept), why=why)
+                surprise = surprise or unit.name
             found[key] = memory
         for name in (name for memory in frees for name in named[memory]):
             scope.pop(name, None)
         found = {key: memory for key, memory in found.items() if memory not in frees}
-    return timeline
+    if not surprise:
+        return timeline
+    why = f"the kernel of `{surprise}` returns other memory than its trace says"
+    return replace(in_line(timeline.units, code.kept), why=why)
 
 
 def note(

@@ -162,7 +162,7 @@ class CUDABackend:
                     gc.collect()  # a reference cycle holds it; to look for that takes a second
             # A pool is taken from by all captures of a step: later ones fill what the first has left free.
             # Another allocator would make what is taken nodes of the graph.
-            replay = self._graph(run, at_once(plan) if _is_native() and not self._in_use else 0)
+            replay = self._graph(run, *(at_once(plan) if _is_native() and not self._in_use else ()))
             self._in_use = True
             caller.wait_stream(self._streams[1])
             return replay
@@ -175,7 +175,7 @@ class CUDABackend:
                 run(())
             return own._graph(run)
 
-    def _graph(self, run: Run, nbytes: int = 0) -> _GraphReplay:
+    def _graph(self, run: Run, nbytes: int = 0, multiplies: bool = False) -> _GraphReplay:  # noqa: FBT001, FBT002
         graph = torch.cuda.CUDAGraph()
         # A stream may be another one's underneath, with a workspace from elsewhere that whoever made it may free;
         # and what runs on it later may not use that of the graph, which may be replayed meanwhile.
@@ -188,7 +188,7 @@ class CUDABackend:
                     graph, pool=self._pool, stream=self._streams[1], capture_error_mode="thread_local"
                 ),
             ):
-                _take(nbytes, self._device)
+                _take(nbytes, self._device, multiplies=multiplies)
                 static = run(())
         except BaseException as error:
             _abandon(graph, self._pool, self._device)
@@ -296,10 +296,11 @@ class _Streams(Lanes):
         self._events[unit] = torch.cuda.current_stream().record_event()
 
 
-def _take(nbytes: int, device: torch.device) -> None:
+def _take(nbytes: int, device: torch.device, *, multiplies: bool) -> None:
     """Let a capture that has begun take bytes at once, if there is room; where there is none, there may be for less."""
     if nbytes:
-        torch.cuda.current_blas_handle()  # takes its workspace, which else would lie in the way until the end
+        if multiplies:
+            torch.cuda.current_blas_handle()  # takes its workspace, which else would lie in the way until the end
         with contextlib.suppress(torch.OutOfMemoryError):
             torch.empty(nbytes, dtype=torch.uint8, device=device)
 

@@ -18,8 +18,8 @@ from ..branches.listing import Timeline
 from ..branches.units import GIVEN, Memory
 from ..plan import AtenPlan, Plan
 from ..program import Instr
-from ..sub_programs import SubProgram
-from ..work import beside
+from ..sub_programs import SubProgram, each_once
+from ..work import beside, flops_of
 
 __all__ = ["Event", "at_once", "events", "highest", "taken"]
 
@@ -37,17 +37,17 @@ _BESIDE = -1  # in place of memory: what a kernel takes while it runs
 
 
 @no_garbage_collection()
-def at_once(plan: Plan) -> int:
-    """Return the bytes to take at once for the large temporaries of a plan; 0 if those are unknown, or few.
+def at_once(plan: Plan) -> tuple[int, bool]:
+    """Return the bytes to take at once for the large temporaries of a plan, and whether it multiplies matrices.
 
-    With these bytes least is taken, of those that are tried.
+    With these bytes least is taken, of those that are tried; they are 0 where temporaries are unknown, or few.
     """
     if plan.compiled or not isinstance(plan, AtenPlan) or plan.temporaries:  # lanes share no memory
-        return 0
+        return 0, False
     found = events(plan)
     peak, best = highest(found), 0
     if peak < _LEAST:
-        return 0
+        return 0, False
     least = taken(found)
     for size in range(
         _whole(int(peak * _SMALLEST), _UNIT), least, _whole((least - peak) // _TRIES + 1, _UNIT)
@@ -56,7 +56,7 @@ def at_once(plan: Plan) -> int:
             break
         if (total := taken(found, size, least)) < least:
             least, best = total, size
-    return best
+    return best, any(map(flops_of, each_once([*plan.schedule.head, *plan.schedule.fused])))
 
 
 def taken(found: Sequence[Event], first: int = 0, limit: float = math.inf) -> int:
