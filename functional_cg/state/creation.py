@@ -321,11 +321,8 @@ def _write_params(slots: Any, params: Any, kind: Any, made: tuple[Init, Tensor] 
     ):
         value = owned(leaf) if made is None else _made(*made, number, path, leaf)
         whole = kind.agreed(value)
-        held(slot).copy_(slot.placement.own(whole) if _is_shard(slot) else held(whole))
-
-
-def _is_shard(slot: Tensor) -> bool:
-    return isinstance(slot, Sharded) and slot.placement.partial
+        is_shard = isinstance(slot, Sharded) and slot.placement.partial
+        held(slot).copy_(slot.placement.own(whole) if is_shard else held(whole))
 
 
 def _write(slots: Any, values: Any) -> None:

@@ -206,7 +206,10 @@ class Leaf(Tensor):
         sources = [t for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, Leaf)]
         if func.overloadpacket is torch.ops.aten.set_:
             sources[0].storage()
-        compute = partial(_on_slots, func, args, kwargs)
+
+        def compute() -> Any:
+            return func(*map(_unwrap, args), **{name: _unwrap(arg) for name, arg in kwargs.items()})
+
         if len(sources) == 1:
             return _rewrap(sources[0]._turn.read(compute), sources)
         return _rewrap(at_one_time(turns_of(sources), compute), sources)
@@ -299,10 +302,6 @@ class Leaf(Tensor):
             fix="`state = state.replace(...)`, or `state = fcg.tree.at(lambda s: ..., state, value)`; "
             "for a copy of your own, `.clone()` or `fcg.snapshot(state)`.",
         )
-
-
-def _on_slots(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return func(*map(_unwrap, args), **{name: _unwrap(arg) for name, arg in kwargs.items()})
 
 
 def turns_of(leaves: Iterable[Any]) -> list[Turn]:

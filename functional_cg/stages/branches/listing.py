@@ -137,7 +137,8 @@ def in_line(units: Sequence[Unit], kept: frozenset[Memory] = frozenset()) -> Tim
       kept: Memory that is never freed: what leaves the step.
     """
     # On one lane, only a collective is waited for.
-    before = predecessors(units) if any(unit.link for unit in units) else [()] * len(units)
+    collects = any(unit.link for unit in units)
+    before: Sequence[Sequence[int]] = predecessors(units) if collects else [()] * len(units)
     places: list[Place] = []
     now = link = 0.0
     for number, unit in enumerate(units):

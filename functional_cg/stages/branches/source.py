@@ -145,7 +145,7 @@ def source_of(
     on_lanes: bool = False,
     functions: Sequence[str] = (),
     timed: bool = False,
-) -> tuple[str, dict[int, Location | None]]:
+) -> tuple[str, dict[int, Location]]:
     """Return the source of a function ``run(before)``, and the user's line for each of its lines.
 
     In one line, units that commit are one block, with what is to run before them; on lanes each commits in its place.
@@ -168,9 +168,9 @@ def source_of(
     return f"{start}{guarded}{end}    return {code.results}\n", numbered(lines, start.count("\n") + 2)
 
 
-def numbered(lines: Iterable[tuple[str, Location | None]], start: int) -> dict[int, Location | None]:
-    """Return the user's line for each line of source, by its number; they begin with this one."""
-    return {number: site for number, (_, site) in enumerate(lines, start)}
+def numbered(lines: Iterable[tuple[str, Location | None]], start: int) -> dict[int, Location]:
+    """Return the user's line for lines of source, by their number; they begin with this one."""
+    return {number: site for number, (_, site) in enumerate(lines, start) if site is not None}
 
 
 def lines_of(
@@ -279,7 +279,7 @@ def rehearsed(timeline: Timeline, code: Code, names: Mapping[str, Any], static: 
 
 def note(
     function: str,
-    sites: Mapping[int, Location | None],
+    sites: Mapping[int, Location],
     raised_at: Callable[[], Location | None],
     error: Exception,
 ) -> None:
