@@ -89,7 +89,8 @@ def _normal(draw: _Draw) -> Tensor:
     if not tensors:
         return draw(samplers.normal, draw.shape, mean=mean, std=std, dtype=draw.dtype())
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
-    return draw(samplers.normal, shape, dtype=tensors[0].dtype) * std + mean
+    values: Tensor = draw(samplers.normal, shape, dtype=tensors[0].dtype) * std + mean
+    return values
 
 
 def _coins(draw: _Draw, p: Tensor | float, shape: Sequence[int]) -> Tensor:
@@ -133,7 +134,8 @@ def _multinomial(draw: _Draw) -> Tensor:
         rows = weights.unsqueeze(-2).expand(*weights.shape[:-1], n, weights.shape[-1])
         return draw(samplers.categorical, rows.log())
     # An exponential race: each category arrives after an exponential time with its weight as rate; take the first n.
-    return (_exponential(draw) / weights).topk(n, largest=False).indices
+    first: Tensor = (_exponential(draw) / weights).topk(n, largest=False).indices
+    return first
 
 
 def _dropout(draw: _Draw) -> tuple[Tensor, Tensor]:

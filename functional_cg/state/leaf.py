@@ -288,7 +288,7 @@ class Leaf(Tensor):
             fix="take a copy of your own, `.clone()` or `fcg.snapshot(state)`.",
         )
 
-    untyped_storage = _typed_storage = data_ptr = storage  # type: ignore[assignment]
+    untyped_storage = _typed_storage = data_ptr = storage
 
     @property
     def __cuda_array_interface__(self) -> Never:  # an AttributeError, so that readers fall back to DLPack
