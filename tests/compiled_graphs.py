@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch._inductor import config
 
 import functional_cg as fcg
-from functional_cg.stages.branches.rehearsal import Rehearsal
+from functional_cg.stages.branches.source import Lanes
 from functional_cg.stages.lower.compiled import prepare
 from functional_cg.stages.lower.graph import Entrance, build_graph
 from functional_cg.stages.lower.in_place import InPlacePlan
@@ -55,7 +55,7 @@ class _CopiedOut(InPlacePlan):
         if self.timeline.lanes > 1:
             every = (buffers.slots, buffers.inputs, buffers.constants)
             self.rehearse(Buffers(*([one.clone() for one in some] for some in every)))
-            run = self.bind_to(buffers, Rehearsal((), ()))
+            run = self.bind_to(buffers, Lanes())
         return lambda before: [metric.clone() for metric in run(before)]
 
 

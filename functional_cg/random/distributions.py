@@ -76,11 +76,12 @@ def truncated_normal(
       True
     """
     check_floating(dtype)
-    below, above = (math.erfc(-bound / math.sqrt(2)) / 2 for bound in _lower(low, high))
+    # In the lower tail probabilities are precise, in the upper one they are not.
+    lower = (-high, -low) if low > 0 else (low, high)
+    below, above = (math.erfc(-bound / math.sqrt(2)) / 2 for bound in lower)
     if not low < high or above - below < torch.finfo(torch.float64).tiny:
         raise ValueError(f"expected low < high, with numbers in between that are drawn, got [{low}, {high}].")
     unit = unit64(key, numel(shape), stream)
-    # In the lower tail probabilities are precise, in the upper one they are not.
     draws = torch.special.ndtri((unit * (above - below) + below).clamp(min=torch.finfo(torch.float64).tiny))
     draws = -draws if low > 0 else draws
     result: Tensor = draws.clamp(low, high).to(dtype).clamp(low, high).view(shape)
@@ -248,11 +249,6 @@ def _operand(name: str, value: float | Tensor, key: Tensor, shape: Sequence[int]
     check_operand(name, value, key)
     check_broadcast(name, value, shape)
     return value.to(torch.float64).expand(shape)
-
-
-def _lower(low: float, high: float) -> tuple[float, float]:
-    """Return the bounds, mirrored if both lie in the upper tail."""
-    return (-high, -low) if low > 0 else (low, high)
 
 
 def _log_gamma(key: Tensor, concentration: Tensor, stream: int) -> Tensor:

@@ -21,8 +21,18 @@ from ..tensors.aten import UNGROUPED, copies
 from .branches.costs import weighed
 from .branches.listing import Timeline, in_line
 from .branches.races import refuse_races
-from .branches.rehearsal import Lanes
-from .branches.source import Code, Writer, lines_of, note, numbered, on_lanes, rehearsed, source_of, target
+from .branches.source import (
+    Code,
+    Lanes,
+    Writer,
+    lines_of,
+    note,
+    numbered,
+    on_lanes,
+    rehearsed,
+    source_of,
+    target,
+)
 from .branches.units import GIVEN, Memory, Unit, accesses, after_checks, ordered, units_of
 from .evaluate import evaluate
 from .layouts import laid_out, unsure

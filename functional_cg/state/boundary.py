@@ -30,7 +30,6 @@ __all__ = [
     "localized",
     "mesh_of",
     "misfits",
-    "on_one_mesh",
     "reading_of",
     "refuse_meshes",
     "sharding_fix",
@@ -41,16 +40,6 @@ __all__ = [
 def mesh_of(specs: Sequence[BufferSpec]) -> Mesh | None:
     """Return the mesh that leaves lie on; None if they lie on none."""
     return next((spec.placement.mesh for spec in specs if spec.placement is not None), None)
-
-
-def on_one_mesh(
-    paths: Sequence[KeyPath], specs: Sequence[BufferSpec], root: str, function: str = ""
-) -> Sequence[BufferSpec]:
-    """Return the specs of a state's leaves; raise if they lie on several meshes."""
-    refuse_meshes(
-        ((path_string(path, root), spec) for path, spec in zip(paths, specs, strict=True)), function
-    )
-    return specs
 
 
 def refuse_meshes(named: Iterable[tuple[str, BufferSpec]], function: str = "") -> None:

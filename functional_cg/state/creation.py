@@ -190,8 +190,37 @@ def create(
     """
     sharding = _of_all(sharding)
     with among(None if sharding is None else sharding.mesh, "TrainState.create"):
-        given = (build, params, optimizer, key, sharding, init, step, others)
-        return _created(*given, accumulate=accumulate, can_sleep=can_sleep)
+        kind = sharding or _Whole()
+        home = _home(params, key, sharding, init)
+        given = build(
+            step=step.to(home), params=None, opt_state=None, optimizer=optimizer,
+            key=None if key is None else key.to(home), **others,
+        )  # fmt: skip
+        _refuse(given, None if init else params, home, gathers=sharding is not None)
+        planned = kind.planned(params)  # refuses a tree that is not a prefix, before ranks communicate
+        if sharding is not None:
+            together(sharding.mesh, "TrainState.create", _announced(given, params, sharding))
+        given = pytree.map(lambda leaf: kind.agreed(as_tensor(leaf)), given)
+        opt_state = optimizer.init(_moved(kind, planned))
+        _refuse_numbers(opt_state)
+        handle = _reserved(
+            replace(
+                given,
+                params=planned,
+                opt_state=opt_state,
+                grads=kind.accumulators(planned) if accumulate else None,
+            ),
+            home,
+            can_sleep=can_sleep,
+        )
+        arena = handle._lease.arena
+        state = pytree.unflatten(handle._node, entered([slot.spec for slot in arena.plan.slots], arena.slots))
+        _write_params(state.params, params, kind, None if init is None else (init, given.key))
+        with _OneNumber():
+            moments = optimizer.init(_moved(kind, state.params))
+        _write(state.opt_state, moments)
+        _write(replace(state, params=None, opt_state=None, grads=None), given)
+        return handle
 
 
 def _of_all(sharding: Any) -> Sharding | None:
@@ -209,52 +238,6 @@ def _of_all(sharding: Any) -> Sharding | None:
             'To fix: `sharding=fcg.sharding.zero(mesh, stage=3)`, of `mesh = fcg.sharding.mesh({"data": -1})`.'
         )
     return sharding if parts == [sharding] else _Parts(sharding)
-
-
-def _created(
-    build: Callable[..., Any],
-    params: Any,
-    optimizer: Any,
-    key: Tensor | None,
-    sharding: Sharding | None,
-    init: Init | None,
-    step: Tensor,
-    others: Mapping[str, Any],
-    *,
-    accumulate: bool,
-    can_sleep: bool,
-) -> Handle:
-    kind = sharding or _Whole()
-    home = _home(params, key, sharding, init)
-    given = build(
-        step=step.to(home), params=None, opt_state=None, optimizer=optimizer,
-        key=None if key is None else key.to(home), **others,
-    )  # fmt: skip
-    _refuse(given, None if init else params, home, gathers=sharding is not None)
-    planned = kind.planned(params)  # refuses a tree that is not a prefix, before ranks communicate
-    if sharding is not None:
-        together(sharding.mesh, "TrainState.create", _announced(given, params, sharding))
-    given = pytree.map(lambda leaf: kind.agreed(as_tensor(leaf)), given)
-    opt_state = optimizer.init(_moved(kind, planned))
-    _refuse_numbers(opt_state)
-    handle = _reserved(
-        replace(
-            given,
-            params=planned,
-            opt_state=opt_state,
-            grads=kind.accumulators(planned) if accumulate else None,
-        ),
-        home,
-        can_sleep=can_sleep,
-    )
-    arena = handle._lease.arena
-    state = pytree.unflatten(handle._node, entered([slot.spec for slot in arena.plan.slots], arena.slots))
-    _write_params(state.params, params, kind, None if init is None else (init, given.key))
-    with _OneNumber():
-        moments = optimizer.init(_moved(kind, state.params))
-    _write(state.opt_state, moments)
-    _write(replace(state, params=None, opt_state=None, grads=None), given)
-    return handle
 
 
 def _moved(kind: Any, params: Any) -> Any:
@@ -338,11 +321,8 @@ def _write_params(slots: Any, params: Any, kind: Any, made: tuple[Init, Tensor] 
     ):
         value = owned(leaf) if made is None else _made(*made, number, path, leaf)
         whole = kind.agreed(value)
-        held(slot).copy_(slot.placement.own(whole) if _is_shard(slot) else held(whole))
-
-
-def _is_shard(slot: Tensor) -> bool:
-    return isinstance(slot, Sharded) and slot.placement.partial
+        is_shard = isinstance(slot, Sharded) and slot.placement.partial
+        held(slot).copy_(slot.placement.own(whole) if is_shard else held(whole))
 
 
 def _write(slots: Any, values: Any) -> None:

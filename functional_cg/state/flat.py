@@ -83,9 +83,14 @@ def ravel(tree: Any, like: Any = None) -> Tensor:
             rows=structure_diff(expected, treedef),
             fix="pass a tree of the structure of `like`.",
         )
-    specs = _specs(treedef, models)
-    _refuse_unlike(treedef, specs, leaves)
-    places, length = offsets(specs)
+    specs, places, length = _layout(treedef, models)
+    rows = [
+        f"{path_string(path, 'tree')}  expected {spec}   got {BufferSpec.of(leaf)}"
+        for path, spec, leaf in zip(treedef.paths(), specs, leaves, strict=True)
+        if tuple(leaf.shape) != spec.shape or leaf.dtype != spec.dtype
+    ]
+    if rows:
+        raise LayoutError.of("", "ravel: the tree is unlike `like`.", rows=rows)
     ordered = [_in_strides(leaf, spec.stride) for leaf, spec in zip(leaves, specs, strict=True)]
     return torch.ops.fcg.ravel(ordered, places, length)  # type: ignore[no-any-return]
 
@@ -101,8 +106,7 @@ def unravel(like: Any, vector: Tensor) -> Any:
       {'a': tensor([1., 1.]), 'b': tensor([0.])}
     """
     leaves, treedef = pytree.flatten(like)
-    specs = _specs(treedef, leaves)
-    places, length = offsets(specs)
+    specs, places, length = _layout(treedef, leaves)
     if tuple(vector.shape) != (length,):
         raise LayoutError.of(
             "",
@@ -124,50 +128,29 @@ def _in_strides(leaf: Tensor, stride: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(leaf.shape, stride, dtype=leaf.dtype, device=leaf.device).copy_(leaf)
 
 
-def _specs(treedef: pytree.Treedef, leaves: Sequence[Tensor]) -> list[BufferSpec]:
+def _layout(
+    treedef: pytree.Treedef, leaves: Sequence[Tensor]
+) -> tuple[Sequence[BufferSpec], Sequence[int], int]:
+    """Return the specs of leaves, their places in one vector, and its length."""
     if not leaves:
         raise LayoutError.of(
             "", "ravel: the tree has no leaves.", fix="pass a tree with at least one tensor."
         )
     specs = [BufferSpec.of(leaf) for leaf in leaves]
-    _refuse_shards(treedef, specs)
-    first = specs[0]
+    wanted = specs[0]
     rows = [
-        f"{path_string(path, 'tree')}  expected {first.dtype} on {first.device}   got {spec}"
+        f"{path_string(path, 'tree')}  expected {wanted.dtype} on {wanted.device}, whole   got {spec}"
         for path, spec in zip(treedef.paths(), specs, strict=True)
-        if spec.dtype != first.dtype or spec.device != first.device
+        if (spec.dtype, spec.device) != (wanted.dtype, wanted.device)
+        or (spec.placement is not None and spec.placement.partial)
     ]
     if rows:
         raise LayoutError.of(
             "",
-            "ravel: the leaves differ in dtype or device.",
+            "ravel: the leaves do not fit in one vector.",
             rows=rows,
-            fix="ravel the leaves of each dtype on their own, with `fcg.optim.partition` for an optimizer.",
+            why="A vector has one dtype and one device, and a rank holds no more than pieces of sharded leaves.",
+            fix="ravel the leaves of each dtype on their own, with `fcg.optim.partition` for an optimizer; of shards, "
+            "leave out `optim.flatten`: each rank updates its own only.",
         )
-    return specs
-
-
-def _refuse_shards(treedef: pytree.Treedef, specs: Sequence[BufferSpec]) -> None:
-    rows = [
-        f"{path_string(path, 'tree')}  {spec}"
-        for path, spec in zip(treedef.paths(), specs, strict=True)
-        if spec.placement is not None and spec.placement.partial
-    ]
-    if rows:
-        raise LayoutError.of(
-            "",
-            "ravel: the leaves are sharded.",
-            rows=rows,
-            why="A rank holds a piece of each leaf; all pieces in one vector would be cut anew.",
-            fix="leave out `optim.flatten`: each rank updates its shards only. Elsewhere `sharding.gather(tree)`.",
-        )
-
-
-def _refuse_unlike(treedef: pytree.Treedef, specs: Sequence[BufferSpec], leaves: Sequence[Tensor]) -> None:
-    rows = [
-        f"{path_string(path, 'tree')}  expected {spec}   got {BufferSpec.of(leaf)}"
-        for path, spec, leaf in zip(treedef.paths(), specs, leaves, strict=True)
-        if tuple(leaf.shape) != spec.shape or leaf.dtype != spec.dtype
-    ]
-    if rows:
-        raise LayoutError.of("", "ravel: the tree is unlike `like`.", rows=rows)
+    return specs, *offsets(specs)

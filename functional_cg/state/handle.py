@@ -21,10 +21,10 @@ from ..messages.html import card
 from ..messages.tracebacks import entry
 from ..pytree.trees import TreeView, node_unflatten
 from ..tensors.aten import copies
-from ..tree import KeyPath, Treedef
+from ..tree import KeyPath, Treedef, path_string
 from .aliases import refuse_aliases
 from .arena import Arena, BufferSpec, Plan, plan, refuse_unplaceable
-from .boundary import as_number, at_rest, held, localized, misfits, on_one_mesh, sharding_fix
+from .boundary import as_number, at_rest, held, localized, misfits, refuse_meshes, sharding_fix
 from .leaf import Leaf, Lease, Part, as_tensor, donated, key_name, owned, turns_of
 from .outline import Entry, arena_html, size_text, tree_html, tree_text
 from .passing import read
@@ -171,7 +171,7 @@ class Handle(TreeView):
         return Handle(self._lease, self._lease.cell[0])
 
     def _copied(self) -> list[Tensor]:  # in the strides of the slots
-        return self._lease.copied(self._part, self._check)
+        return list(map(held, pytree.leaves(snapshot(self))))
 
     def _field(self, name: str) -> Part:
         part = self._part.children.get(name)
@@ -346,7 +346,9 @@ def placeable(
     refuse_unplaceable(paths, leaves, devices, root, function)
     refuse_aliases(paths, leaves, root, function)
     specs = [replace(BufferSpec.of(leaf), device=home) for leaf in placed]
-    return leaves, treedef, plan(on_one_mesh(paths, specs, root, function), roles(treedef, paths))
+    names = (path_string(path, root) for path in paths)
+    refuse_meshes(zip(names, specs, strict=True), function)
+    return leaves, treedef, plan(specs, roles(treedef, paths))
 
 
 def check_alive(handle: Handle, name: str, function: str) -> None:

@@ -83,18 +83,6 @@ class Lease:
                 calls += copies([arena.slots[i] for i in positions], here)
             uninterrupted(calls)
 
-    def copied(self, part: Part, check: Callable[[], None]) -> list[Tensor]:
-        """Return copies of a part's slots, in their strides; ``check`` raises if they must not be read."""
-
-        def copies() -> list[Tensor]:
-            check()
-            self.arena.join()
-            with ordinary():
-                without_gradients()
-                return [slot.clone() for slot in self.arena.slots[part.start : part.stop]]
-
-        return self.arena.turn.read(copies)  # type: ignore[no-any-return]
-
 
 class Part:
     """A node of a state's tree: its structure, position and key path.
@@ -217,8 +205,11 @@ class Leaf(Tensor):
                 raise tensor._read_only()
         sources = [t for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, Leaf)]
         if func.overloadpacket is torch.ops.aten.set_:
-            raise sources[0]._no_storage()
-        compute = partial(_on_slots, func, args, kwargs)
+            sources[0].storage()
+
+        def compute() -> Any:
+            return func(*map(_unwrap, args), **{name: _unwrap(arg) for name, arg in kwargs.items()})
+
         if len(sources) == 1:
             return _rewrap(sources[0]._turn.read(compute), sources)
         return _rewrap(at_one_time(turns_of(sources), compute), sources)
@@ -289,17 +280,15 @@ class Leaf(Tensor):
     def share_memory_(self) -> Never:  # crashes the process on a tensor without memory
         raise self._read_only()
 
-    def untyped_storage(self) -> Never:
-        raise self._no_storage()
-
-    def _typed_storage(self) -> Never:
-        raise self._no_storage()
-
     def storage(self) -> Never:
-        raise self._no_storage()
+        raise ReadOnlyError.of(
+            "",
+            f"the storage of `{self._path}` was asked for; leaves of a state are read-only.",
+            why="Whoever has the storage or its address can write the state unseen.",
+            fix="take a copy of your own, `.clone()` or `fcg.snapshot(state)`.",
+        )
 
-    def data_ptr(self) -> Never:
-        raise self._no_storage()
+    untyped_storage = _typed_storage = data_ptr = storage
 
     @property
     def __cuda_array_interface__(self) -> Never:  # an AttributeError, so that readers fall back to DLPack
@@ -313,18 +302,6 @@ class Leaf(Tensor):
             fix="`state = state.replace(...)`, or `state = fcg.tree.at(lambda s: ..., state, value)`; "
             "for a copy of your own, `.clone()` or `fcg.snapshot(state)`.",
         )
-
-    def _no_storage(self) -> ReadOnlyError:
-        return ReadOnlyError.of(
-            "",
-            f"the storage of `{self._path}` was asked for; leaves of a state are read-only.",
-            why="Whoever has the storage or its address can write the state unseen.",
-            fix="take a copy of your own, `.clone()` or `fcg.snapshot(state)`.",
-        )
-
-
-def _on_slots(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return func(*map(_unwrap, args), **{name: _unwrap(arg) for name, arg in kwargs.items()})
 
 
 def turns_of(leaves: Iterable[Any]) -> list[Turn]:
@@ -376,16 +353,14 @@ def as_tensor(value: Any) -> Any:
         if isinstance(value, complex):
             parts = [_from_float(value.real), _from_float(value.imag)]
             return torch.complex(*parts) if all(isinstance(one, Tensor) for one in parts) else value
-        if type(value).__module__ == "numpy" and hasattr(value, "__array__") and not _multiplies_rows(value):
+        of_numpy = type(value).__module__ == "numpy" and hasattr(value, "__array__")
+        if (
+            of_numpy and type(value).__name__ != "matrix"
+        ):  # which computes otherwise than a tensor of its numbers
             return _from_numpy(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         pass
     return value
-
-
-def _multiplies_rows(value: Any) -> bool:
-    """Whether a value is a ``numpy.matrix``, which computes otherwise than a tensor of its numbers."""
-    return type(value).__name__ == "matrix"
 
 
 def _from_float(value: float) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..stages.branches.rehearsal import Lanes
+from ..stages.branches.source import Lanes
 from .recorded import Call
 
 __all__ = ["SimulatedLanes"]

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 import functional_cg as fcg
-from functional_cg.stages.run.allocations import events, highest
-from functional_cg.stages.run.reserve import at_once, taken
+from functional_cg.stages.run.reserve import at_once, events, highest, taken
 from tests.cuda.helpers_cuda import (
     DEVICE,
     clean_allocator,  # noqa: F401
@@ -37,8 +36,8 @@ def test_a_capture_takes_what_the_simulation_says() -> None:
     state, x = {"w": torch.zeros(1024, 1024, device=DEVICE)}, torch.zeros(1024, 1024, device=DEVICE)
     step = fcg.graph_step(growing, lowering="aten", branches=1)
     plan: Any = step.lower(state, x).plan
-    found, chosen, before = events(plan), at_once(plan), large()
-    said = taken(found, chosen.nbytes)
+    found, (chosen, _), before = events(plan), at_once(plan), large()
+    said = taken(found, chosen)
     assert said < 1.05 * highest(found)
     step(state, x)
     assert 0 < large() - before - said <= WORKSPACE

@@ -245,7 +245,7 @@ PIPELINES = (
     Mutant(
         "N194 beside",
         "what attention's backward takes beside its results is not said",
-        (("(size := beside(unit.call)) > LARGE:\n", "(size := 0) > LARGE:\n"),),
+        (("(size := beside(unit.call)) > _LARGE:\n", "(size := 0) > LARGE:\n"),),
         (f"{RESERVE}test_in_half_precision_attention_takes_memory_beside_its_gradients[dtype1]",),
         no_gpu="what is said is the same there",
     ),

@@ -20,7 +20,7 @@ from functional_cg.shards.mesh import Axis, Mesh
 from functional_cg.stages.blocks import Blocks
 from functional_cg.stages.plan import AtenPlan, Buffers, lower_aten
 from functional_cg.stages.program import Instr, Program, Var
-from functional_cg.stages.run.allocations import events
+from functional_cg.stages.run.reserve import events
 from functional_cg.stages.schedule import Schedule, schedule
 from functional_cg.stages.sub_programs import SubProgram, unrolled
 from functional_cg.stages.trace.footprint import inspection_of

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_cg.stages.branches.assignment import longest_way
 from functional_cg.stages.branches.choice import allowance, choose, in_advance
-from functional_cg.stages.branches.listing import in_line, listed
+from functional_cg.stages.branches.listing import in_line, listed, longest_way
 from functional_cg.stages.branches.races import refuse_races
 from functional_cg.stages.branches.units import Unit, predecessors
 
@@ -28,44 +26,29 @@ def backward(layers: int, nbytes: int) -> list[Unit]:
     return units
 
 
-def test_a_chain_waits_for_others_only_where_memory_is_short() -> None:
-    """It could reuse what they have read, and estimates say that they are done: they may be wrong."""
+def test_memory_that_lanes_may_take_is_bounded() -> None:
+    """By the option, or a share of the step's; fewer lanes take less."""
     units = backward(7, 2**22)
     line = in_line(units)
-    given: Any = {"asked": "auto", "held": 0}
-    roomy = choose(units, frozenset(), **given)
+    roomy = choose(units, frozenset(), asked="auto", held=0)
     assert roomy.lanes == 2
-    assert not [one for place in roomy.places if place.lane == 0 for one in place.waits]
-    short = choose(units, frozenset(), **given, memory=roomy.taken - line.taken - 1)
-    assert short.lanes == 2
-    assert [one for place in short.places if place.lane == 0 for one in place.waits]
-    assert line.taken < short.taken < roomy.taken
-    none = choose(units, frozenset(), **given, memory=2**25 - 1)
+    assert roomy.taken > line.taken + 2**25
+    refuse_races(roomy, "step")
+    none = choose(units, frozenset(), asked="auto", held=0, memory=2**25 - 1)
     assert str(none) == "branches: none, more lanes would take over 32.00 MiB of memory"
     assert choose(units, frozenset(), asked=2, held=0, memory=0).lanes == 1
     assert choose(units, frozenset(), asked=2, held=0).lanes == 2
-    for timeline in (roomy, short):
-        refuse_races(timeline, "step")
-
-
-def test_memory_that_lanes_take_comes_in_segments_of_each() -> None:
-    """Of 2 MiB for small values, 20 MiB for middling ones, and their own for large ones; a workspace for products."""
     mib = 2**20
-
-    def two(nbytes: int, *, product: bool = False) -> int:
-        units = [
-            Unit(str(n), [], frozenset(), frozenset({n}), {n: nbytes}, micros=9.0, product=product)
-            for n in range(2)
-        ]
-        return listed(units, 2, frozenset({0, 1})).taken
-
-    assert two(8) == 4 * mib
-    assert two(2 * mib) == 40 * mib
-    assert two(11 * mib) == 24 * mib
-    assert two(8, product=True) == 68 * mib
     assert allowance(in_line([]), 100 * mib, None) == 64 * mib
     assert allowance(in_line([]), 10_000 * mib, None) == 500 * mib
     assert allowance(in_line([]), 10_000 * mib, 7) == 7
+
+
+def test_each_lane_with_products_takes_a_workspace() -> None:
+    units = [
+        Unit(str(n), [], frozenset(), frozenset({n}), {n: 8}, micros=9.0, product=bool(n)) for n in range(3)
+    ]
+    assert listed(units, 3).taken == 3 * 8 + 2 * 2**25
 
 
 @st.composite
@@ -94,8 +77,7 @@ def test_each_unit_runs_once_and_after_those_that_it_reads(
     for number, before in enumerate(predecessors(units)):
         assert all(turn[one] < turn[number] for one in before)
     assert found.micros >= longest_way(units)
-    for frugal in (False, True):
-        refuse_races(listed(units, lanes, frozenset(), ahead, frugal=frugal), "step")
+    refuse_races(found, "step")
 
 
 @given(units=some_units(), busy=st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=12, max_size=12))

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from ...messages.units import size_of
-from .assignment import longest_way
-from .listing import Timeline, in_line, listed
+from .listing import Timeline, in_line, listed, longest_way
 from .units import Memory, Unit
 
 __all__ = ["Branches", "allowance", "choose", "in_advance"]
@@ -50,11 +49,9 @@ def choose(
     room = line.taken + more if asked == "auto" or memory is not None else math.inf
     best, why = line, _LITTLE if asked == "auto" else _CHAIN
     for lanes in range(2, _MOST + 1) if asked == "auto" else range(asked, 1, -1):
-        one = _within(room, units, lanes, kept, more)
-        if one is None:
+        one = listed(units, lanes, kept, more)
+        if one.taken > room:
             why = f"more lanes would take over {size_of(int(more))} of memory"
-            if asked == "auto":
-                break
         elif asked != "auto":
             return one if one.lanes > 1 else replace(line, why=why)
         elif one.micros * (_GAIN if best is line else _MORE) <= best.micros:
@@ -88,14 +85,3 @@ def allowance(line: Timeline, held: int, memory: int | None) -> float:
       memory: The option; None for a share of the step's memory.
     """
     return max(_SHARE * (held + line.taken), _ALWAYS) if memory is None else memory
-
-
-def _within(
-    room: float, units: Sequence[Unit], lanes: int, kept: frozenset[Memory], ahead: float
-) -> Timeline | None:
-    """Spread units over lanes, which wait for memory only if there is no room otherwise; None if there is none."""
-    for frugal in (False, True):
-        one = listed(units, lanes, kept, ahead, frugal=frugal)
-        if one.taken <= room:
-            return one
-    return None

@@ -22,15 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ...errors.words import words_of
 from ...shards.collectives import WAIT
-from ...state.arena import BufferSpec
 from ...tensors.aten import written_arguments
 from ...tensors.fake_mode import FakeMode
 from ..evaluate import AS_STRIDED
 from ..program import Instr, Var, vars_in
 from ..variables import Variables
-from ..work import flops_of, micros
+from .costs import weighed
 from .source import Code, Writer
-from .units import LINK, Unit, fixed_by, ordered, units_of
+from .units import fixed_by, ordered, units_of
 
 __all__ = ["Launches", "UnknownLaunch"]
 
@@ -52,7 +51,7 @@ class Kernel:
       only_reads: By position of an argument, whether it only reads it; it may write all others.
     """
 
-    tags = ()
+    tags = (torch.Tag.pointwise,)  # as far as its cost goes: it takes what it moves
 
     def __init__(self, name: str, launch: Callable[..., Any], only_reads: Sequence[bool]) -> None:
         self._schema = torch._C.parse_schema(f"fcg::{name}(Tensor[] given) -> ()")
@@ -96,43 +95,33 @@ class Launches(TorchDispatchMode):
         self._variables = Variables(self._mode)
         fakes = list(map(self._there, arguments))
         self._arguments: list[Var] = self._vars(fakes)
+        call = getattr(names["call"], "__func__", names["call"])
+        objects = [None] * (call.__code__.co_argcount - 1)  # of a method
         try:
-            self.units, self.code = self._followed(function, source, names, fakes, arguments, count)
+            scope = self._stand_ins({*call.__code__.co_names}, source, names, fakes, arguments)
+            with self._mode, self:
+                results = self._vars(FunctionType(call.__code__, scope)(*objects, list(fakes)))
+            for calls in self._waiting.values():  # results that nothing writes, since they have no elements
+                self._calls += calls
+            there = {*self._arguments, *self._constants}
+            known = {var.storage for var in there}
+            first, self.units = units_of(self._calls, {}, known, self._made_for)
+            for unit in (first, *self.units):
+                for instr in unit.calls:
+                    unit.lines.append(self._writer.line(instr, there))
+                    unit.defined += [(var.storage, repr(var)) for var in instr.outputs() if var not in there]
+                if unit.call is not None:
+                    weighed(unit, unit.call)
+                    unit.writes |= ordered(unit.call)
+                    unit.fixed = fixed_by(unit.call.op, fits=True)
+            kept = frozenset(var.storage for var in vars_in(results))
+            kernels = [name for op, name in self._writer.ops.items() if isinstance(op, Kernel)]
+            returned = self._writer.literal(tuple(results[:count]))
+            self.code = Code(function, first, returned, kept, known, kernels)
         except UnknownLaunch:
             raise
         except Exception as error:  # of any op, or of a kernel that does not say what it writes
             raise UnknownLaunch(f"{type(error).__name__}: {words_of(error)}") from error
-
-    def _followed(
-        self,
-        function: str,
-        source: str,
-        names: Mapping[str, Any],
-        fakes: Sequence[Tensor],
-        arguments: Sequence[Tensor],
-        count: int,
-    ) -> tuple[list[Unit], Code]:
-        """Run the function on fake tensors; return its launches, and what there is beside them."""
-        call = getattr(names["call"], "__func__", names["call"])
-        objects = [None] * (call.__code__.co_argcount - 1)  # of a method
-        scope = self._stand_ins({*call.__code__.co_names}, source, names, fakes, arguments)
-        with self._mode, self:
-            results = self._vars(FunctionType(call.__code__, scope)(*objects, list(fakes)))
-        for calls in self._waiting.values():  # results that nothing writes, since they have no elements
-            self._calls += calls
-        there = {*self._arguments, *self._constants}
-        known = {var.storage for var in there}
-        first, units = units_of(self._calls, {}, known, self._made_for)
-        for unit in (first, *units):
-            for instr in unit.calls:
-                unit.lines.append(self._writer.line(instr, there))
-                unit.defined += [(var.storage, repr(var)) for var in instr.outputs() if var not in there]
-            if unit.call is not None:
-                _weigh(unit, unit.call)
-        kept = frozenset(var.storage for var in vars_in(results))
-        kernels = [name for op, name in self._writer.ops.items() if isinstance(op, Kernel)]
-        returned = self._writer.literal(tuple(results[:count]))
-        return units, Code(function, first, returned, kept, known, kernels)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -141,9 +130,9 @@ class Launches(TorchDispatchMode):
         if func.namespace == "prim":  # asks for the device of a fake tensor
             return func(*args, **kwargs)
         written = written_arguments(func, args, kwargs)
-        before = list(map(_spec, written))
+        before = [(one.shape, one.stride()) for one in written]
         out = args[0] if func is WAIT else func(*args, **kwargs)  # on fake tensors, it returns another one
-        if list(map(_spec, written)) != before:
+        if [(one.shape, one.stride()) for one in written] != before:
             raise UnknownLaunch(f"{func}, which gives a tensor other memory")
         self._record(func, args, kwargs, out, written)
         return out
@@ -249,22 +238,6 @@ def _kernels(source: str, names: Mapping[str, Any]) -> Any:
 def _on_stream(run: Callable[..., Any], stream_of: Callable[[int], int], *args: Any, stream: int) -> None:
     """Launch a kernel of Triton on the stream of the lane, given the number of its device."""
     run(*args, stream=stream_of(stream))
-
-
-def _weigh(unit: Unit, instr: Instr) -> None:
-    """Tell a unit how long it probably takes, and what it does that is no memory."""
-    touched = (*instr.inputs(), *instr.outputs())
-    moved = {var.storage: var.spec.nbytes for var in sorted(touched, key=lambda var: var.spec.nbytes)}
-    width = max((var.spec.dtype.itemsize for var in touched), default=4)
-    flops, order = flops_of(instr), ordered(instr)
-    unit.link, unit.product = LINK in order, bool(flops)
-    unit.micros, unit.busy = micros(sum(moved.values()), flops, width, linked=unit.link)
-    unit.writes |= order
-    unit.fixed = fixed_by(instr.op, fits=True)
-
-
-def _spec(tensor: Tensor) -> BufferSpec:
-    return BufferSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
 
 
 def _reinterpreted(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> Tensor:

@@ -1,28 +1,28 @@
-"""Spread units of work over lanes: what waits for what, and when memory is free.
+"""Schedule units of work on lanes: what runs where and when, what waits for what, and when memory is free.
 
-What runs where is chosen in ``assignment``. The result depends on the units alone.
+A list scheduler: whenever a lane is free, it takes the unit with the longest way to the end of the step. Collectives
+run on the last lane, one after another: they occupy the link between ranks and not the device, so other lanes go on
+meanwhile. What is read from them waits for them, and what is ready before passes it. Units run ahead of the order of
+the plan only as far as there is room for what they allocate. The result depends on the units alone.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from ...messages.units import size_of
 from ...state.outline import count
-from .assignment import Assignment, assign
-from .costs import WORKSPACE
-from .units import Memory, Unit, predecessors
+from .costs import SYNC, WORKSPACE
+from .units import Clocks, Memory, Unit, predecessors
 
-__all__ = ["Place", "Timeline", "in_line", "listed"]
+__all__ = ["Place", "Timeline", "in_line", "listed", "longest_way"]
 
 _MUCH = 2**20  # bytes from which a lane waits for memory that is about to be free
-# Bytes of allocations, up to which torch's allocator takes them from segments of so many bytes; larger ones have their
-# own. Each stream has segments of its own.
-_SEGMENTS = ((2**20, 2**21), (10 * 2**20, 20 * 2**20), (math.inf, 2**21))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,6 @@ class Place:
       unit: Its number in the plan.
       lane: Its lane.
       waits: Numbers of units on other lanes that the lane waits for before it.
-      records: Whether another lane waits for it.
       frees: Memory that is free after it.
       start: Estimated microseconds from the beginning of the step.
       end: Likewise.
@@ -41,11 +40,10 @@ class Place:
 
     unit: int
     lane: int
-    waits: tuple[int, ...]
-    records: bool
-    frees: tuple[Memory, ...]
-    start: float
-    end: float
+    waits: tuple[int, ...] = ()
+    frees: tuple[Memory, ...] = ()
+    start: float = 0.0
+    end: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +74,18 @@ class Timeline:
     @property
     def peak(self) -> int:
         """Bytes of temporaries: each lane keeps what it needs at most, since lanes share no memory."""
-        return sum(_highest(self, lane) for lane in range(self.lanes))
+        sizes = {memory: nbytes for unit in self.units for memory, nbytes in unit.made.items()}
+        changes: dict[int, list[int]] = {}
+        for place in self.places:
+            own = changes.setdefault(place.lane, [])
+            own.append(sum(self.units[place.unit].made.values()))
+            own.append(-sum(sizes[memory] for memory in place.frees))
+        return sum(max(itertools.accumulate(own)) for own in changes.values())
 
     @property
     def taken(self) -> int:
-        """Bytes that the allocator takes from the device for temporaries and workspaces: segments, by lane."""
-        return self.workspaces + sum(
-            -(-_highest(self, lane, least, most) // segment) * segment
-            for lane in range(self.lanes)
-            for (least, _), (most, segment) in itertools.pairwise(((0, 0), *_SEGMENTS))
-        )
-
-    @property
-    def workspaces(self) -> int:
-        """Bytes of workspaces for products: cuBLAS takes one for each stream."""
-        return WORKSPACE * len({place.lane for place in self.places if self.units[place.unit].product})
+        """Bytes of temporaries, and of workspaces for products: cuBLAS takes one for each stream."""
+        return self.peak + WORKSPACE * len({p.lane for p in self.places if self.units[p.unit].product})
 
     def __str__(self) -> str:
         if self.lanes == 1:
@@ -109,23 +104,21 @@ class Timeline:
         """Return what collectives run beside, one line each, in their order, after a line that adds them up."""
         links = [place for place in self.places if self.units[place.unit].link]
         others = [place for place in self.places if not self.units[place.unit].link]
-        beside = {
-            link: [one for one in others if one.start < link.end and one.end > link.start] for link in links
-        }
-        alone = sum(_uncovered(link, of) for link, of in beside.items())
-        total = sum(link.end - link.start for link in links)
-        lines = [
-            f"{count(len(links), 'collective')}, estimated {total:,.0f} us, {alone:,.0f} us of them beside no call"
-        ]
-        for link in links[:shown]:
-            calls = Counter(self.units[one.unit].name for one in beside[link])
+        lines, alone = [], 0.0
+        for link in links:
+            beside = [one for one in others if one.start < link.end and one.end > link.start]
+            alone += _uncovered(link, beside)
+            calls = Counter(self.units[one.unit].name for one in beside)
             names = [f"{name} x{times}" if times > 1 else name for name, times in calls.most_common(3)]
             more = [f"{calls.total() - sum(n for _, n in calls.most_common(3)):,} more"] * (len(calls) > 3)
             name = self.units[link.unit].name.partition("_into")[0].partition("_tensor")[0]
             lines.append(
                 f"  {link.start:,.0f} to {link.end:,.0f} us: {name}, beside {', '.join([*names, *more]) or 'no call'}"
             )
-        return lines + [f"  … and {len(links) - shown:,} more"] * (len(links) > shown)
+        total = sum(link.end - link.start for link in links)
+        head = f"{count(len(links), 'collective')}, estimated {total:,.0f} us, {alone:,.0f} us of them beside no call"
+        rest = [f"  … and {len(links) - shown:,} more"] * (len(links) > shown)
+        return [head, *lines[:shown], *rest]
 
 
 def _uncovered(link: Place, others: Sequence[Place]) -> float:
@@ -143,33 +136,22 @@ def in_line(units: Sequence[Unit], kept: frozenset[Memory] = frozenset()) -> Tim
       units: The units, in the order of the plan.
       kept: Memory that is never freed: what leaves the step.
     """
-    before = predecessors(units) if any(unit.link for unit in units) else ()
-    last = {memory: number for number, unit in enumerate(units) for memory in unit.reads | unit.writes}
-    frees: dict[int, list[Memory]] = {}
-    for memory in (memory for unit in units for memory in unit.made if memory not in kept):
-        frees.setdefault(last[memory], []).append(memory)
+    # On one lane, only a collective is waited for.
+    collects = any(unit.link for unit in units)
+    before: Sequence[Sequence[int]] = predecessors(units) if collects else [()] * len(units)
     places: list[Place] = []
     now = link = 0.0
     for number, unit in enumerate(units):
-        needed = (
-            max((places[one].end for one in before[number] if units[one].link), default=0.0)
-            if before
-            else 0.0
-        )
-        start = max(now, needed, link if unit.link else 0.0)
+        arrived = max((places[one].end for one in before[number] if units[one].link), default=0.0)
+        start = max(now, arrived, link if unit.link else 0.0)
         end = start + unit.micros
         now, link = (now, end) if unit.link else (end, link)
-        places.append(Place(number, 0, (), False, tuple(frees.get(number, ())), start, end))
-    return Timeline(units, places, 1)
+        places.append(Place(number, 0, start=start, end=end))
+    return Timeline(units, list(_ordered(units, places, before, kept)), 1)
 
 
 def listed(
-    units: Sequence[Unit],
-    lanes: int,
-    kept: frozenset[Memory] = frozenset(),
-    ahead: float = math.inf,
-    *,
-    frugal: bool = True,
+    units: Sequence[Unit], lanes: int, kept: frozenset[Memory] = frozenset(), ahead: float = math.inf
 ) -> Timeline:
     """Spread units over at most so many lanes.
 
@@ -178,120 +160,170 @@ def listed(
       lanes: The most lanes; with collectives, one of them is theirs.
       kept: Memory that is never freed: what leaves the step.
       ahead: Bytes that units may allocate that run before others that precede them in the plan.
-      frugal: Whether a lane waits for memory that is about to be free.
     """
     if lanes == 1:
         return in_line(units, kept)
     before = predecessors(units)
-    found = assign(units, before, lanes, ahead)
-    used = {lane: place for place, lane in enumerate(sorted({0, *found.lane}))}
-    found.lane = [used[lane] for lane in found.lane]
-    much = _MUCH if frugal else math.inf
-    return Timeline(units, list(_placed(units, before, found, kept, much)), len(used))
+    places = _assigned(units, before, lanes, ahead)
+    used = {lane: number for number, lane in enumerate(sorted({0, *(place.lane for place in places)}))}
+    places = [replace(place, lane=used[place.lane]) for place in places]
+    return Timeline(units, list(_ordered(units, places, before, kept)), len(used))
 
 
-class _Clocks:
-    """What each lane comes after: by lane, the last turn of each other lane.
+@dataclass(slots=True)
+class _Queue:
+    """Units of one kind, whose predecessors are assigned.
 
-    Args:
-      lanes: How many there are.
-      lane_of: The lane of each unit.
-      order: The units, turn by turn.
+    Attributes:
+      lanes: Where they may run.
+      coming: When what each needs is done, and the unit.
+      ready: Those that need nothing more now: the longest way to the end first.
     """
 
-    def __init__(self, lanes: int, lane_of: Sequence[int], order: Sequence[int]) -> None:
-        self._lane_of, self._turn_of = lane_of, {number: turn for turn, number in enumerate(order)}
-        self._now = [[-1] * lanes for _ in range(lanes)]
-        self._then: dict[int, list[int]] = {}
+    lanes: Sequence[int]
+    coming: list[tuple[float, int]] = field(default_factory=list)
+    ready: list[tuple[float, int]] = field(default_factory=list)
 
-    def wait(self, lane: int, units: Iterable[int]) -> list[int]:
-        """Let a lane wait for units; return those that it does not come after anyway."""
-        found = []
-        for one in sorted(units, key=self._turn_of.__getitem__, reverse=True):
-            turn = self._turn_of[one]
-            if not self.covers(lane, {self._lane_of[one]: turn}):
-                found.append(one)
-                self._now[lane] = list(map(max, self._now[lane], self._then[turn]))
-        return found
-
-    def run(self, lane: int, turn: int) -> None:
-        """Let a lane run something in a turn."""
-        self._now[lane][lane] = turn
-        self._then[turn] = list(self._now[lane])
-
-    def covers(self, lane: int, turns: Mapping[int, int]) -> bool:
-        """Whether a lane comes after these turns, by lane."""
-        return all(self._now[lane][other] >= turn for other, turn in turns.items())
+    def next(self, free: Sequence[float]) -> float:
+        """When the next of them may begin."""
+        lane = min((free[one] for one in self.lanes), default=math.inf)
+        if self.ready:
+            return lane
+        return max(lane, self.coming[0][0]) if self.coming else math.inf
 
 
-def _placed(
-    units: Sequence[Unit],
-    before: Sequence[Sequence[int]],
-    found: Assignment,
-    kept: frozenset[Memory],
-    much: float = math.inf,
+class _Room:
+    """What units that run ahead of the order of the plan allocate, as long as others have yet to touch it.
+
+    The first unit that has not run may always run: so there is always one that may, and at most ``limit`` bytes are
+    taken in addition to what the line has at that unit.
+    """
+
+    def __init__(self, units: Sequence[Unit], limit: float) -> None:
+        self._units, self._limit = units, limit
+        self._front, self._taken = 0, 0
+        self._done: set[int] = set()
+        self._ahead: dict[Memory, int] = {}
+        self._touching = Counter(memory for unit in units for memory in unit.reads | unit.writes)
+
+    def has(self, number: int) -> bool:
+        """Whether there is room for a unit."""
+        made = sum(self._units[number].made.values())
+        return not made or number == self._front or self._taken + made <= self._limit
+
+    def run(self, number: int) -> None:
+        """Take note of a unit that was assigned."""
+        unit = self._units[number]
+        self._ahead |= unit.made
+        self._taken += sum(unit.made.values())
+        for memory in unit.reads | unit.writes:
+            self._touching[memory] -= 1
+            if not self._touching[memory]:
+                self._taken -= self._ahead.pop(memory, 0)
+        self._done.add(number)
+        while self._front in self._done:
+            self._taken -= sum(self._ahead.pop(memory, 0) for memory in self._units[self._front].made)
+            self._front += 1
+
+
+def _assigned(
+    units: Sequence[Unit], before: Sequence[Sequence[int]], lanes: int, ahead: float
+) -> list[Place]:
+    """Return where and when each unit runs, in the order in which lanes take them up; see :func:`listed`."""
+    after, left = _ways(units, before)
+    links = int(any(unit.link for unit in units))
+    queues = _Queue(range(lanes - links)), _Queue(range(lanes - links, lanes))
+    places: dict[int, Place] = {}
+    free, room, held, now = [0.0] * lanes, _Room(units, ahead), list[int](), 0.0
+    waiting = [len(needed) for needed in before]
+    for number in (n for n in range(len(units)) if not waiting[n]):
+        heapq.heappush(queues[units[number].link].coming, (0.0, number))
+    while len(places) < len(units):
+        queue = min(queues, key=lambda one: one.next(free))
+        now = max(now, queue.next(free))
+        while queue.coming and queue.coming[0][0] <= now + SYNC:
+            _, number = heapq.heappop(queue.coming)
+            heapq.heappush(queue.ready, (-left[number], number))
+        _, number = heapq.heappop(queue.ready)
+        if not room.has(number):
+            held.append(number)
+            continue
+        lane, begin = _best([places[one] for one in before[number]], queue.lanes, free)
+        start = max(begin, now)
+        places[number] = Place(number, lane, start=start, end=start + units[number].micros)
+        free[lane] = places[number].end
+        room.run(number)
+        for one in filter(room.has, tuple(held)):
+            held.remove(one)
+            heapq.heappush(queues[units[one].link].ready, (-left[one], one))
+        for one in after[number]:
+            waiting[one] -= 1
+            if not waiting[one]:
+                done = max(places[needed].end for needed in before[one])
+                heapq.heappush(queues[units[one].link].coming, (done, one))
+    return [*places.values()]
+
+
+def longest_way(units: Sequence[Unit]) -> float:
+    """Return the microseconds of the longest way through units, each of which waits for those that it needs."""
+    return max(_ways(units, predecessors(units))[1], default=0.0)
+
+
+def _ways(
+    units: Sequence[Unit], before: Sequence[Sequence[int]]
+) -> tuple[Sequence[Sequence[int]], Sequence[float]]:
+    """Return for each unit those that wait for it, and the microseconds from its start to the end of the step."""
+    after: list[list[int]] = [[] for _ in units]
+    for number, needed in enumerate(before):
+        for one in needed:
+            after[one].append(number)
+    left = [0.0] * len(units)
+    for number in reversed(range(len(units))):
+        left[number] = units[number].micros + max((left[one] for one in after[number]), default=0.0)
+    return after, left
+
+
+def _best(needed: Sequence[Place], lanes: Sequence[int], free: Sequence[float]) -> tuple[int, float]:
+    """Return the lane where a unit begins first, and when."""
+    begins = {
+        lane: max([free[lane], *(place.end + SYNC * (place.lane != lane) for place in needed)])
+        for lane in lanes
+    }
+    latest = max(needed, key=lambda place: (place.end, place.unit), default=None)
+    home = latest.lane if latest is not None else 0
+    lane = min(lanes, key=lambda one: (begins[one], one != home, -free[one], one))
+    return lane, begins[lane]
+
+
+def _ordered(
+    units: Sequence[Unit], places: Sequence[Place], before: Sequence[Sequence[int]], kept: frozenset[Memory]
 ) -> Iterator[Place]:
     """Add waits, none for what a lane has waited for already, and free memory.
 
     A lane allocates from what it has freed itself. So memory is freed where the lane that allocated it comes after all
-    units that touch it. A lane that allocates waits for that, if it is much memory and they are done by then: by an
-    estimate, so a lane that need not save memory is better off without such waits.
+    units that touch it. A lane that allocates much waits for that, if it is much memory and they are done by then.
     """
-    lane_of, order, lanes = found.lane, found.order, 1 + max(found.lane, default=0)
-    clocks = _Clocks(lanes, lane_of, order)
-    waits: list[tuple[int, ...]] = []
-    touched = _last_turns(units, lane_of, order)
+    clocks, end = Clocks(), {place.unit: place.end for place in places}
+    sizes = {memory: nbytes for unit in units for memory, nbytes in unit.made.items() if memory not in kept}
+    using: dict[Memory, list[int]] = {memory: [] for memory in sizes}
+    home: dict[Memory, int] = {}
+    for place in places:
+        for memory in (units[place.unit].reads | units[place.unit].writes) & using.keys():
+            using[memory].append(place.unit)
+        home |= dict.fromkeys(units[place.unit].made, place.lane)
     due: dict[int, list[Memory]] = {}
-    for memory, turns in touched.items():
-        due.setdefault(max(turns.values()), []).append(memory)
-    home = {memory: lane_of[n] for n in order for memory in units[n].made}
-    sizes = {memory: nbytes for unit in units for memory, nbytes in unit.made.items()}
-    pending: list[list[Memory]] = [[] for _ in range(lanes)]
-    frees: list[tuple[Memory, ...]] = []
-    for turn, number in enumerate(order):
-        lane = lane_of[number]
-        waited = clocks.wait(lane, before[number])
-        if sum(units[number].made.values()) >= much:
-            for memory in (one for one in pending[lane] if sizes[one] >= much):
-                using = [order[last] for last in touched[memory].values()]
-                if all(found.end[one] <= found.start[number] for one in using):
-                    waited += clocks.wait(lane, using)
-        clocks.run(lane, turn)
-        waits.append(tuple(sorted(waited)))
-        for memory in due.get(turn, ()):
-            if memory not in kept:
-                pending[home[memory]].append(memory)
-        free = tuple(memory for memory in pending[lane] if clocks.covers(lane, touched[memory]))
-        pending[lane] = [memory for memory in pending[lane] if memory not in free]
-        frees.append(free)
-    recorded = {one for needed in waits for one in needed}
-    for number, needed, free in zip(order, waits, frees, strict=True):
-        start, end = found.start[number], found.end[number]
-        yield Place(number, lane_of[number], needed, number in recorded, free, start, end)
-
-
-def _last_turns(
-    units: Sequence[Unit], lane_of: Sequence[int], order: Sequence[int]
-) -> dict[Memory, dict[int, int]]:
-    """Return for each memory that a unit allocates, by lane, the last turn of a unit that touches it."""
-    last: dict[Memory, dict[int, int]] = {}
-    for turn, number in enumerate(order):
-        for memory in units[number].made:
-            last[memory] = {}
-        for memory in units[number].reads | units[number].writes:
-            if memory in last:
-                last[memory][lane_of[number]] = turn
-    return last
-
-
-def _highest(timeline: Timeline, lane: int, least: float = 0, most: float = math.inf) -> int:
-    """Return the most bytes at one time of what a lane allocates, of sizes above the least up to the most."""
-    sizes: dict[Memory, int] = {}
-    changes: list[int] = []
-    for place in timeline.places:
-        if place.lane == lane:
-            made = timeline.units[place.unit].made
-            sizes |= {memory: nbytes if least < nbytes <= most else 0 for memory, nbytes in made.items()}
-            changes.append(sum(sizes[memory] for memory in made))
-            changes.append(-sum(sizes[memory] for memory in place.frees))
-    return max(itertools.accumulate(changes), default=0)
+    for memory, touching in using.items():
+        due.setdefault(touching[-1], []).append(memory)
+    pending: dict[int, list[Memory]] = defaultdict(list)
+    for place in places:
+        waits, own = clocks.wait(place.lane, before[place.unit]), pending[place.lane]
+        if sum(units[place.unit].made.values()) >= _MUCH:
+            for memory in (one for one in own if sizes[one] >= _MUCH):
+                if all(end[one] <= place.start for one in using[memory]):
+                    waits += clocks.wait(place.lane, using[memory])
+        clocks.run(place.lane, place.unit)
+        for memory in due.get(place.unit, ()):
+            pending[home[memory]].append(memory)
+        free = [memory for memory in own if all(clocks.covers(place.lane, one) for one in using[memory])]
+        pending[place.lane] = [memory for memory in own if memory not in free]
+        yield Place(place.unit, place.lane, tuple(sorted(waits)), tuple(free), place.start, place.end)

@@ -59,11 +59,11 @@ def beside_collectives(program: Program, device: torch.device, held: int, memory
     line = in_line(units, kept)
     more = allowance(line, held, memory)
     found = listed(units, 2, kept, more)
-    if found.peak > line.peak + more or found.micros * _GAIN > line.micros:
+    chosen = [units[place.unit] for place in found.places]
+    if in_line(chosen, kept).peak > line.peak + more or found.micros * _GAIN > line.micros:
         program.notes.append("\n".join(["order: as traced", *_indented(line)]))
         return
     refuse_races(found, program.function)
-    chosen = [units[place.unit] for place in found.places]
     program.instrs = first.calls + list(_emitted(chosen, at_once=device.type == "cpu"))
     head = f"order: chosen, estimated {found.micros:,.0f} us, as traced {line.micros:,.0f} us"
     program.notes.append("\n".join([head, *_indented(found)]))

@@ -1,4 +1,4 @@
-"""Write the code of a plan: units in the order of a schedule, and what lanes and a rehearsal must know."""
+"""Write the code of a plan, units in the order of a schedule, and bind it to lanes, after a dry run on one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from torch import Tensor
 
 from ...concurrency.interrupts import uninterrupted
 from ...messages.source import Location
+from ...tensors.overlap import storage_key
 from ..evaluate import AS_STRIDED, as_strided
 from ..program import Instr, Var, vars_in
 from .listing import Timeline, in_line
-from .rehearsal import Lanes, Rehearsal
 from .units import Memory, Unit
 
-__all__ = ["Code", "Writer", "lines_of", "note", "numbered", "on_lanes", "rehearsed", "source_of", "target"]
+__all__ = [
+    "Code", "Lanes", "Writer", "lines_of", "note", "numbered", "on_lanes", "rehearsed", "source_of", "target",
+]  # fmt: skip
 
 _GUARD = "except Exception as error:\n    note(error)\n    raise\n"
 
@@ -46,6 +48,30 @@ class Code:
     kept: frozenset[Memory]
     known: Collection[Memory]
     kernels: Collection[str] = ()
+
+
+class Lanes:
+    """Where the calls of a branched plan run: by default, one lane. On a GPU, streams and the events between them.
+
+    Entering begins on lane 0, and leaving ends there, after all lanes.
+    """
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def on(self, lane: int) -> None:
+        """Run what follows on a lane."""
+
+    def wait(self, unit: int) -> None:
+        """Let the lane wait for a unit that was recorded."""
+
+    def record(self, unit: int) -> None:
+        """Let other lanes wait for all that the lane has run so far, under the number of its last unit."""
+
+    def kernel(self, launch: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what to call for a kernel that does not pass by torch's dispatcher."""
+        return launch
 
 
 class Writer:
@@ -118,9 +144,8 @@ def source_of(
     *,
     on_lanes: bool = False,
     functions: Sequence[str] = (),
-    rehearsed: bool = False,
     timed: bool = False,
-) -> tuple[str, dict[int, Location | None]]:
+) -> tuple[str, dict[int, Location]]:
     """Return the source of a function ``run(before)``, and the user's line for each of its lines.
 
     In one line, units that commit are one block, with what is to run before them; on lanes each commits in its place.
@@ -130,9 +155,9 @@ def source_of(
       code: What else the function has.
       on_lanes: Whether it runs on lanes, rather than in one line.
       functions: Names of functions that it calls, each an argument of it.
-      rehearsed: As for :func:`lines_of`, like ``timed``.
+      timed: As for :func:`lines_of`.
     """
-    lines = list(lines_of(timeline, code.first, on_lanes=on_lanes, rehearsed=rehearsed, timed=timed))
+    lines = list(lines_of(timeline, code.first, on_lanes=on_lanes, timed=timed))
     body = "\n".join(f"    {line}" for line, _ in lines) or "    pass"
     start = f"def run({', '.join(['before', *(['*', *functions] if functions else [])])}):\n"
     calls = [call for unit in timeline.units if unit.commits for call in (*unit.lines, *["tick"] * timed)]
@@ -143,39 +168,28 @@ def source_of(
     return f"{start}{guarded}{end}    return {code.results}\n", numbered(lines, start.count("\n") + 2)
 
 
-def numbered(lines: Iterable[tuple[str, Unit | None]], start: int) -> dict[int, Location | None]:
-    """Return the user's line for each line, by its number; they begin with this one."""
-    return {number: unit.site for number, (_, unit) in enumerate(lines, start) if unit is not None}
+def numbered(lines: Iterable[tuple[str, Location | None]], start: int) -> dict[int, Location]:
+    """Return the user's line for lines of source, by their number; they begin with this one."""
+    return {number: site for number, (_, site) in enumerate(lines, start) if site is not None}
 
 
 def lines_of(
-    timeline: Timeline,
-    first: Unit,
-    *,
-    on_lanes: bool = False,
-    rehearsed: bool = False,
-    timed: bool = False,
-) -> Iterator[tuple[str, Unit | None]]:
-    """Yield the lines of a schedule, each with its unit if it belongs to one; in one line without what commits.
+    timeline: Timeline, first: Unit, *, on_lanes: bool = False, timed: bool = False
+) -> Iterator[tuple[str, Location | None]]:
+    """Yield the lines of a schedule, each with the user's line; in one line without what commits.
 
-    They use the name ``uninterrupted``, ``on``, ``wait`` and ``record`` of lanes, ``tick`` if it is timed, and if it is
-    rehearsed ``first``, ``units``, ``places`` and ``rehearsal``.
+    They use the names ``uninterrupted``, ``on``, ``wait`` and ``record`` of lanes, and ``tick`` if it is timed.
 
     Args:
       timeline: The schedule.
       first: What runs before all units.
       on_lanes: Whether it runs on lanes.
-      rehearsed: Whether a rehearsal is told of all that is defined and freed.
       timed: Whether it ticks after each unit.
     """
-    names: dict[Memory, list[str]] = {}
-    for memory, name in (pair for unit in timeline.units for pair in unit.defined):
-        names.setdefault(memory, []).append(name)
+    names, lane, gone = _names(timeline), 0, set[str]()
+    recorded = {one for place in timeline.places for one in place.waits}
     yield from ((line, None) for line in first.lines)
-    if rehearsed:
-        yield f"rehearsal.defined(first, {_pairs(first)})", None
-    lane, gone = 0, set[str]()
-    for position, place in enumerate(timeline.places):
+    for place in timeline.places:
         unit = timeline.units[place.unit]
         if unit.commits and not on_lanes:
             continue
@@ -184,40 +198,42 @@ def lines_of(
             yield f"on({lane})", None
         for one in place.waits:
             yield f"wait({one})", None
-        for line in [f"uninterrupted(({', '.join(unit.lines)},))"] if unit.commits else unit.lines:
-            yield line, unit
-        if rehearsed:
-            yield f"rehearsal.defined(units[{place.unit}], {_pairs(unit)})", None
-        if place.records:
+        for line in _statements(unit):
+            yield line, unit.site
+        if place.unit in recorded:
             yield f"record({place.unit})", None
         # A name may stand for several values: it goes with the first of them.
         dead = dict.fromkeys(name for memory in place.frees for name in names[memory] if name not in gone)
         gone.update(dead)
         if dead:
             yield f"del {', '.join(dead)}", None
-        if rehearsed:
-            yield f"rehearsal.freed(places[{position}].frees)", None
         if timed:
             yield "tick()", None
 
 
-def _pairs(unit: Unit) -> str:
-    """Return the source of what a unit defines, as a rehearsal gets it."""
-    return f"[{', '.join(f'({memory!r}, {name})' for memory, name in unit.defined)}]"
+def _statements(unit: Unit) -> list[str]:
+    return [f"uninterrupted(({', '.join(unit.lines)},))"] if unit.commits else unit.lines
+
+
+def _names(timeline: Timeline) -> dict[Memory, list[str]]:
+    """Return the names of values by the memory that they lie in."""
+    names: dict[Memory, list[str]] = {}
+    for memory, name in (pair for unit in timeline.units for pair in unit.defined):
+        names.setdefault(memory, []).append(name)
+    return names
 
 
 def on_lanes(lanes: Lanes, timeline: Timeline, code: Code, names: Mapping[str, Any]) -> Run:
     """Return the units of a schedule, bound to lanes.
 
     Args:
-      lanes: The lanes; a rehearsal is told of all that is defined and freed.
+      lanes: The lanes.
       timeline: The schedule.
       code: What else the function has.
       names: What the source refers to.
     """
-    source, sites = source_of(timeline, code, on_lanes=True, rehearsed=isinstance(lanes, Rehearsal))
+    source, sites = source_of(timeline, code, on_lanes=True)
     scope = {**names, "lanes": lanes, "on": lanes.on, "wait": lanes.wait, "record": lanes.record}
-    scope |= {"rehearsal": lanes, "first": code.first, "units": timeline.units, "places": timeline.places}
     scope |= {"uninterrupted": uninterrupted, "note": partial(note, code.function, sites, lambda: None)}
     scope |= {kernel: lanes.kernel(scope[kernel]) for kernel in code.kernels}
     exec(compile(source, f"<branches of {code.function}>", "exec"), scope)
@@ -227,23 +243,43 @@ def on_lanes(lanes: Lanes, timeline: Timeline, code: Code, names: Mapping[str, A
 def rehearsed(timeline: Timeline, code: Code, names: Mapping[str, Any], static: Iterable[Tensor]) -> Timeline:
     """Run units once, in one line; return their schedule, or one line if values lie elsewhere than the units say.
 
+    What shares memory is known from a trace on fake tensors. Kernels that return an argument where the trace saw a new
+    tensor, or copy where it saw a view, do no harm in a line. Between lanes they would: the order follows memory.
+
     Args:
       timeline: The schedule.
       code: What else the function has.
       names: What the source refers to: tensors of no value.
       static: Those of them that are there before the run.
     """
-    rehearsal = Rehearsal(static, code.known)
-    on_lanes(rehearsal, timeline, code, names)(())
-    if not rehearsal.surprise:
+    scope, there = {**names, "uninterrupted": uninterrupted}, {storage_key(tensor) for tensor in static}
+    named, found, surprise = _names(timeline), dict[int, Memory](), ""
+    for unit, frees in [(code.first, ()), *((timeline.units[p.unit], p.frees) for p in timeline.places)]:
+        exec("\n".join(_statements(unit)), scope)
+        for memory, name in unit.defined:
+            value = scope[name]
+            if not isinstance(value, Tensor) or not value.untyped_storage().nbytes():
+                continue
+            key = storage_key(value)
+            if memory in code.known or key in there:
+                as_said = memory in code.known and key in there
+            else:
+                as_said = found[key] == memory if key in found else memory in unit.made
+            if not as_said:
+                surprise = surprise or unit.name
+            found[key] = memory
+        for name in (name for memory in frees for name in named[memory]):
+            scope.pop(name, None)
+        found = {key: memory for key, memory in found.items() if memory not in frees}
+    if not surprise:
         return timeline
-    why = f"the kernel of `{rehearsal.surprise}` returns other memory than its trace says"
+    why = f"the kernel of `{surprise}` returns other memory than its trace says"
     return replace(in_line(timeline.units, code.kept), why=why)
 
 
 def note(
     function: str,
-    sites: Mapping[int, Location | None],
+    sites: Mapping[int, Location],
     raised_at: Callable[[], Location | None],
     error: Exception,
 ) -> None:

@@ -7,6 +7,7 @@ the link between ranks: collectives run in the order of the program, which is th
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -24,6 +25,7 @@ __all__ = [
     "GENERATOR",
     "GIVEN",
     "LINK",
+    "Clocks",
     "Memory",
     "Unit",
     "accesses",
@@ -200,3 +202,34 @@ def predecessors(units: Iterable[Unit]) -> list[list[int]]:
         before.discard(number)
         found.append(sorted(before))
     return found
+
+
+class Clocks:
+    """What each lane comes after: vector clocks, which count by lane how many of its units have run."""
+
+    def __init__(self) -> None:
+        self._now: dict[int, dict[int, int]] = defaultdict(dict)
+        self._then: dict[
+            int, tuple[int, int, dict[int, int]]
+        ] = {}  # by unit: its turn, its lane, and the clock
+
+    def wait(self, lane: int, units: Iterable[int]) -> list[int]:
+        """Let a lane wait for units that have run; return those that it does not come after anyway."""
+        found, now = [], self._now[lane]
+        for one in sorted(units, key=lambda unit: self._then[unit][0], reverse=True):
+            if not self.covers(lane, one):
+                found.append(one)
+                for other, count in self._then[one][2].items():
+                    now[other] = max(now.get(other, 0), count)
+        return found
+
+    def run(self, lane: int, unit: int) -> None:
+        """Let a lane run a unit."""
+        now = self._now[lane]
+        now[lane] = now.get(lane, 0) + 1
+        self._then[unit] = len(self._then), lane, dict(now)
+
+    def covers(self, lane: int, unit: int) -> bool:
+        """Whether a lane comes after a unit that has run."""
+        _, other, then = self._then[unit]
+        return self._now[lane].get(other, 0) >= then[other]

@@ -15,7 +15,7 @@ from ...concurrency.interrupts import uninterrupted
 from ..branches.launches import Launches, UnknownLaunch
 from ..branches.listing import in_line
 from ..branches.races import refuse_races
-from ..branches.rehearsal import Lanes
+from ..branches.source import Lanes
 from ..branches.units import Unit
 from ..fx_passes.canonical import pick_by_comparison
 from ..fx_passes.cross_entropy import rewrite_losses

@@ -21,7 +21,7 @@ from ...concurrency.interrupts import uninterrupted
 from ...concurrency.streams import current_device
 from ...errors import CaptureError, FunctionalCGError, StreamError
 from ...errors.words import words_of
-from ..branches.rehearsal import Lanes
+from ..branches.source import Lanes
 from ..evaluate import quiet
 from ..plan import (
     Backend,
@@ -34,7 +34,7 @@ from ..plan import (
     bound,
     faster,
 )
-from .reserve import AtOnce, at_once
+from .reserve import at_once
 
 __all__ = ["CPUBackend", "CUDABackend", "backend_for"]
 
@@ -164,7 +164,7 @@ class CUDABackend:
             # A pool is taken from by all captures of a step: later ones fill what the first has left free.
             # Another allocator would make what is taken nodes of the graph.
             first = _is_native() and not self._is_shared()
-            replay = self._graph(run, at_once(plan) if first else AtOnce())
+            replay = self._graph(run, *(at_once(plan) if first else ()))
             caller.wait_stream(self._streams[1])
             return replay
 
@@ -174,9 +174,9 @@ class CUDABackend:
         with torch.cuda.device(self._device), quiet():
             with own.aside():
                 run(())
-            return own._graph(run, AtOnce())
+            return own._graph(run)
 
-    def _graph(self, run: Run, before: AtOnce) -> _GraphReplay:
+    def _graph(self, run: Run, nbytes: int = 0, multiplies: bool = False) -> _GraphReplay:  # noqa: FBT001, FBT002
         graph = torch.cuda.CUDAGraph()
         if not self._is_shared():
             self._pool = torch.cuda.graph_pool_handle()
@@ -191,7 +191,7 @@ class CUDABackend:
                     graph, pool=self._pool, stream=self._streams[1], capture_error_mode="thread_local"
                 ),
             ):
-                before.take(self._device)
+                _take(nbytes, self._device, multiplies=multiplies)
                 static = run(())
         except BaseException as error:
             _abandon(graph, self._pool, self._device)
@@ -224,11 +224,11 @@ class CUDABackend:
         with torch.cuda.device(self._device), quiet():
             with self.aside():
                 plan.bind(buffers)  # with a compiler, compiles here, and only then knows what it may launch
-                if not plan.timeline.estimated:
-                    return plan
                 spare = scratch()
                 plan.rehearse(spare)
-                if not plan.timeline.estimated:  # memory is elsewhere than it says
+                if (
+                    not plan.timeline.estimated
+                ):  # one line is known to be faster, or memory is elsewhere than it says
                     return plan
                 line = plan.in_line()
                 line.bind(buffers)
@@ -239,7 +239,7 @@ class CUDABackend:
             replays: list[_GraphReplay] = []
             try:
                 for run in runs:
-                    replays.append(self._graph(run, AtOnce()))
+                    replays.append(self._graph(run))
                 in_line, on_lanes = self._milliseconds(replays, spare)
             finally:
                 for replay in replays:
@@ -301,6 +301,15 @@ class _Streams(Lanes):
 
     def record(self, unit: int) -> None:
         self._events[unit] = torch.cuda.current_stream().record_event()
+
+
+def _take(nbytes: int, device: torch.device, *, multiplies: bool) -> None:
+    """Let a capture that has begun take bytes at once, if there is room; where there is none, there may be for less."""
+    if nbytes:
+        if multiplies:
+            torch.cuda.current_blas_handle()  # takes its workspace, which else would lie in the way until the end
+        with contextlib.suppress(torch.OutOfMemoryError):
+            torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _first(error: Exception) -> Exception:

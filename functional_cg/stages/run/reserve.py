@@ -8,79 +8,54 @@ with each MiB of the segment, and for no simple reason: the best size is searche
 
 from __future__ import annotations
 
-import contextlib
 import math
 from bisect import bisect_left, insort
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from ...concurrency.garbage import no_garbage_collection
-from ..branches.units import Memory
+from ..branches.listing import Timeline
+from ..branches.units import GIVEN, Memory
 from ..plan import AtenPlan, Plan
-from .allocations import LARGE, Event, events, highest, multiplies
+from ..program import Instr
+from ..sub_programs import SubProgram, each_once
+from ..work import beside, flops_of
 
-__all__ = ["AtOnce", "at_once", "taken"]
+__all__ = ["Event", "at_once", "events", "highest", "taken"]
+
+Event = tuple[Memory, int]  # memory, and its bytes: negative where it is freed
 
 _MIB = 2**20
+_LARGE = _MIB  # above which a value lies in a segment for large ones
 _UNIT = 2 * _MIB  # of a segment
 _MIDDLE = 10 * _MIB  # below which values lie in segments of 20 MiB
 _LEAST = 32 * _MIB  # of temporaries that are worth it
 _ENOUGH = 1.01  # of the bytes that live at most: what is taken then is not tried further
 _SIZES = (0.9, 1.05)  # of the bytes that live at most: between them the sizes are tried
 _TRIES = 150
-
-
-@dataclass(frozen=True, slots=True)
-class AtOnce:
-    """What a capture takes at once.
-
-    Attributes:
-      nbytes: Bytes of a segment.
-      workspace: Whether to take cuBLAS's workspace before, which else would lie in the way until the end.
-    """
-
-    nbytes: int = 0
-    workspace: bool = False
-
-    def take(self, device: torch.device) -> None:
-        """Take it for the capture that has begun, if there is room; where there is none, there may be for less."""
-        if self.nbytes:
-            if self.workspace:
-                torch.cuda.current_blas_handle()
-            with contextlib.suppress(torch.OutOfMemoryError):
-                torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-
-
-@dataclass(eq=False, slots=True)
-class _Block:
-    start: int
-    size: int
-    before: _Block | None = None
-    after: _Block | None = None
-    free: bool = True
+_BESIDE = -1  # in place of memory: what a kernel takes while it runs
 
 
 @no_garbage_collection()
-def at_once(plan: Plan) -> AtOnce:
-    """Return what to take at once for the large temporaries of a plan; nothing if that is unknown, or not worth it."""
+def at_once(plan: Plan) -> tuple[int, bool]:
+    """Return the bytes to take at once for the large temporaries of a plan, and whether it multiplies matrices.
+
+    With these bytes least is taken, of those that are tried; they are 0 where temporaries are unknown, or few.
+    """
     if plan.compiled or not isinstance(plan, AtenPlan) or plan.temporaries:  # lanes share no memory
-        return AtOnce()
+        return 0, False
     found = events(plan)
-    return AtOnce(_best(found), multiplies(plan)) if highest(found) >= _LEAST else AtOnce()
-
-
-def _best(found: Sequence[Event]) -> int:
-    """Return the bytes with which least is taken, of those that are tried."""
-    peak, least, best = highest(found), taken(found), 0
+    peak, best = highest(found), 0
+    if peak < _LEAST:
+        return 0, False
+    least = taken(found)
     start, stop = (int(peak * share) for share in _SIZES)
     for size in range(_whole(start, _UNIT), stop, _whole((stop - start) // _TRIES, _UNIT) or _UNIT):
         if least <= peak * _ENOUGH:
             break
         if (total := taken(found, size, least)) < least:
             least, best = total, size
-    return best
+    return best, any(map(flops_of, each_once([*plan.schedule.head, *plan.schedule.fused])))
 
 
 def taken(found: Sequence[Event], first: int = 0, limit: float = math.inf) -> int:
@@ -91,58 +66,114 @@ def taken(found: Sequence[Event], first: int = 0, limit: float = math.inf) -> in
       first: Bytes of a segment that is there before.
       limit: From which on it does not matter how many more: some number that is not below it is returned.
     """
-    total, blocks = 0, dict[Memory, _Block]()
-    free: list[tuple[int, int, _Block]] = []
+    total, blocks = 0, dict[Memory, tuple[int, int]]()
+    # The gaps: their sizes and starts, in order; and their sizes by where they start and end.
+    gaps: list[tuple[int, int]] = []
+    starting, ending = dict[int, int](), dict[int, int]()
 
     def segment(size: int) -> None:
         nonlocal total
-        insort(free, (size, total, _Block(total, size)))
+        add(2 * total, size)  # apart from all others, with which it is never joined
         total += size
 
-    def joined(block: _Block, behind: _Block) -> _Block:
-        """Return two blocks that lie side by side as one."""
-        block.size += behind.size
-        block.after = behind.after
-        if behind.after is not None:
-            behind.after.before = block
-        return block
+    def add(start: int, size: int) -> None:
+        insort(gaps, (size, start))
+        starting[start] = ending[start + size] = size
 
-    def take_out(block: _Block) -> None:
-        del free[bisect_left(free, (block.size, block.start))]
+    def remove(start: int, size: int) -> None:
+        del gaps[bisect_left(gaps, (size, start))], starting[start], ending[start + size]
 
     if first:
         segment(first)
-    for storage, size in found:
+    for memory, size in found:
         if size < 0:
-            block = blocks.pop(storage)
-            behind, ahead = block.after, block.before
-            if behind is not None and behind.free:
-                take_out(behind)
-                joined(block, behind)
-            if ahead is not None and ahead.free:
-                take_out(ahead)
-                block = joined(ahead, block)
-            block.free = True
-            insort(free, (block.size, block.start, block))
+            start, size = blocks.pop(memory)
+            behind, ahead = starting.get(start + size, 0), ending.get(start, 0)
+            if behind:
+                remove(start + size, behind)
+            if ahead:
+                remove(start - ahead, ahead)
+            add(start - ahead, ahead + size + behind)
             continue
         size = _whole(size, 512)
-        at = bisect_left(free, (size,))
-        if at == len(free):
+        if not gaps or gaps[-1][0] < size:
             segment(20 * _MIB if size < _MIDDLE else _whole(size, _UNIT))
             if total >= limit:
                 return total
-            at = bisect_left(free, (size,))
-        _, _, block = free.pop(at)
-        if block.size - size > LARGE:
-            rest = _Block(block.start + size, block.size - size, block, block.after)
-            if block.after is not None:
-                block.after.before = rest
-            block.after, block.size = rest, size
-            insort(free, (rest.size, rest.start, rest))
-        block.free = False
-        blocks[storage] = block
+        gap, start = gaps[bisect_left(gaps, (size,))]
+        remove(start, gap)
+        if gap - size > _LARGE:
+            add(start + size, gap - size)
+            gap = size
+        blocks[memory] = start, gap
     return total
 
 
 def _whole(size: int, of: int) -> int:
     return -(-size // of) * of
+
+
+def events(plan: AtenPlan) -> list[Event]:
+    """Return when a plan allocates and frees its large temporaries, in order; not the workspace of products."""
+    inside = {
+        sub_program: list(_along(line, {}, dict.fromkeys((var.storage for var in sub_program.given), 0)))
+        for sub_program, line in plan.sub_programs.items()
+    }
+    return list(_along(plan.timeline, inside, {}))
+
+
+def highest(found: Sequence[Event]) -> int:
+    """Return the most bytes that live at one time."""
+    return max(accumulate(size for _, size in found), default=0)
+
+
+def _along(
+    timeline: Timeline, inside: Mapping[SubProgram, Sequence[Event]], alive: dict[Memory, int]
+) -> Iterator[Event]:
+    """Yield what units allocate and free.
+
+    Args:
+      timeline: The units.
+      inside: What sub-programs allocate and free; what they are given they free with 0 bytes.
+      alive: The memory that is there, with its bytes.
+    """
+    handed: Collection[Memory] = ()
+    for place in timeline.places:
+        unit = timeline.units[place.unit]
+        if unit.call is not None and isinstance(unit.call.op, SubProgram):
+            yield from _again(unit.call, inside[unit.call.op], handed, alive)
+        else:
+            large = {memory: size for memory, size in unit.made.items() if size > _LARGE}
+            yield from large.items()
+            alive |= large
+            if unit.call is not None and (size := beside(unit.call)) > _LARGE:
+                yield from ((_BESIDE, size), (_BESIDE, -size))
+        handed = place.frees if GIVEN in unit.writes else ()
+        for memory in () if handed or unit.commits else place.frees:
+            if memory in alive:
+                yield memory, -alive.pop(memory)
+
+
+def _again(
+    instr: Instr, inside: Sequence[Event], handed: Collection[Memory], alive: dict[Memory, int]
+) -> Iterator[Event]:
+    """Yield what a call of a sub-program allocates and frees: its function frees what is handed over to it.
+
+    Args:
+      instr: The call.
+      inside: What the sub-program allocates and frees.
+      handed: The memory that nobody else holds.
+      alive: As for :func:`_along`.
+    """
+    sub_program, (given, _, later) = instr.op, instr.args
+    lies = {mine.storage: var.storage for mine, var in zip(sub_program.results, instr.out, strict=True)}
+    lies |= {mine.storage: var.storage for mine, var in zip(sub_program.given, given, strict=True)}
+    last = {lies[one]: number for number, (one, size) in enumerate(inside) if not size}
+    for number, (one, size) in enumerate(inside):
+        if one not in lies:
+            yield (one if one == _BESIDE else one + later), size
+        elif size:
+            alive[lies[one]] = size
+            yield lies[one], size
+        elif lies[one] in handed and lies[one] in alive and last[lies[one]] == number:
+            yield lies[one], -alive.pop(lies[one])
