@@ -151,10 +151,11 @@ def test_blocks_that_only_look_alike_share_nothing(
 
 
 def test_a_leaf_is_written_after_its_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last layer's backward, which comes first, makes the new value of the first layer."""
+    """The update of the last layer, which comes first, makes the new value of the first layer."""
     monkeypatch.setattr(parts, "_WORTH", 2)
     monkeypatch.setattr(captures, "lower", in_place_on_a_host)
-    plan = assert_replays(replace(PLAIN, keeps=frozenset({"turned over"})), as_it_is)
+    program = replace(PLAIN, keeps=frozenset({"turned over"}), update="twice")
+    plan = assert_replays(program, as_it_is)
     assert isinstance(plan, FunctionsPlan)
 
 
