@@ -20,12 +20,13 @@ from ..fx_passes.cross_entropy import rewrite_losses
 from ..fx_passes.logits import has_large_logits
 from ..fx_passes.old_values import KEPT, LATER
 from ..passes.out_of_place import write_out_of_place
+from ..plan import Plan
 from ..program import Instr, Program, Var, written_storages
 from ..schedule import Schedule, schedule
 from ..sub_programs import SubProgram
 from ..trial.reference import Reference
 from .early_updates import by_leaf, joined
-from .functions import Compiler, FunctionsPlan, Part, collects, compiled_once, grouped
+from .functions import Compiler, Part, collects, compiled_once, grouped
 from .repeats import cuts
 
 __all__ = ["by_sub_programs", "in_parts"]
@@ -43,7 +44,7 @@ def in_parts(
     *,
     in_place: bool,
     least: int = 0,
-) -> FunctionsPlan | None:
+) -> Plan | None:
     """Return a plan that compiles equal parts of a program once; None if that would save too little.
 
     Args:
@@ -74,23 +75,19 @@ def in_parts(
             rewrite_losses(graph)
 
     suits = suit if device.type != "cpu" and compiler is None else None
-    heads, calls = compiled_once(alike, compiler, device, program.function, in_order=False, suit=suits)
+    calls = compiled_once(alike, compiler, device, program.function, in_order=False, suit=suits)
     done = {old for part in parts for old, _ in part.commits}
     commits = [(old, new) for old, new in plan.commits if old not in done]
     checks = [instr for instr in plan.head if instr.checks]
     runs = [*(instr for part in parts for instr in calls[part]), *checks]
-    return FunctionsPlan(
-        program, plan, replace(plan, head=runs, commits=commits), device,
-        heads,
-        copies=device.type == "cpu" and bool(plan.commits),
-        shared=[_said(same) for same in alike if len(same) > 1],
-        raised_at=reference.raises_at,
-    )  # fmt: skip
+    lowered = Plan(program, plan, replace(plan, head=runs, commits=commits), raised_at=reference.raises_at)
+    lowered.shared = [_said(same) for same in alike if len(same) > 1]
+    return lowered
 
 
 def by_sub_programs(
     program: Program, device: torch.device, compiler: Compiler | None, reference: Reference
-) -> FunctionsPlan:
+) -> Plan:
     """Return a plan that runs titled sub-programs as compiled functions, in the order of the trace.
 
     What stands between them, such as transfers and sums, stays ATen calls. So the first call does not take longer with
@@ -110,12 +107,12 @@ def by_sub_programs(
             values = _Values.of(own, schedule(own))
             for part in _parts([values.calls], values) or ():
                 part.name, found[one] = one.title, part
-    heads, calls = compiled_once(grouped(found.values()), compiler, device, program.function)
+    calls = compiled_once(grouped(found.values()), compiler, device, program.function)
     ops = {one: one.with_calls(calls[part], one.given, one.results) for one, part in found.items()}
     head = [replace(instr, op=ops.get(instr.op, instr.op)) for instr in plan.head]
-    return FunctionsPlan(
-        program, plan, replace(plan, head=head), device, heads, one_by_one=True, raised_at=reference.raises_at
-    )
+    lowered = Plan(program, plan, replace(plan, head=head), raised_at=reference.raises_at)
+    lowered.one_by_one = True
+    return lowered
 
 
 def _said(alike: Sequence[Part]) -> str:

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from ..branches.listing import Timeline
 from ..branches.units import GIVEN, Memory
-from ..plan import AtenPlan
+from ..plan import Plan
 from ..program import Instr
 from ..sub_programs import SubProgram, each_once
 from ..work import beside, flops_of
@@ -20,7 +20,7 @@ LARGE = 2**20  # above which a value lies in a segment for large ones
 _BESIDE = -1  # in place of memory: what a kernel takes while it runs
 
 
-def events(plan: AtenPlan) -> list[Event]:
+def events(plan: Plan) -> list[Event]:
     """Return when a plan allocates and frees its large temporaries, in order; not the workspace of products."""
     inside = {
         sub_program: list(_along(line, {}, dict.fromkeys((var.storage for var in sub_program.given), 0)))
@@ -34,7 +34,7 @@ def highest(found: Sequence[Event]) -> int:
     return max(accumulate(size for _, size in found), default=0)
 
 
-def multiplies(plan: AtenPlan) -> bool:
+def multiplies(plan: Plan) -> bool:
     """Whether a plan multiplies matrices."""
     return any(map(flops_of, each_once([*plan.schedule.head, *plan.schedule.fused])))
 

@@ -18,7 +18,7 @@ import torch
 
 from ...concurrency.garbage import no_garbage_collection
 from ..branches.units import Memory
-from ..plan import AtenPlan, Plan
+from ..plan import Plan
 from .allocations import LARGE, Event, events, highest, multiplies
 
 __all__ = ["AtOnce", "at_once", "taken"]
@@ -65,7 +65,7 @@ class _Block:
 @no_garbage_collection()
 def at_once(plan: Plan) -> AtOnce:
     """Return what to take at once for the large temporaries of a plan; nothing if that is unknown, or not worth it."""
-    if plan.compiled or not isinstance(plan, AtenPlan) or plan.temporaries:  # lanes share no memory
+    if plan.compiled or plan.temporaries:  # lanes share no memory
         return AtOnce()
     found = events(plan)
     return AtOnce(_best(found), multiplies(plan)) if highest(found) >= _LEAST else AtOnce()

@@ -15,7 +15,7 @@ from ..evaluate import assigned, evaluate, quiet
 from ..layouts import laid_out, unsure
 from ..lifetimes import last_uses, peak_bytes, storage_bytes
 from ..passes.fused import at_places, group_size
-from ..plan import AtenPlan, Buffers, Run, lower_aten
+from ..plan import Buffers, Plan, Run, lower_aten
 from ..program import Instr, Program, Var, live, written_storages
 from ..sub_programs import calls_of
 from .host_memory import HostMemory
@@ -122,7 +122,7 @@ class Reference:
         return sum(out.var.spec.nbytes for out in self.outputs)
 
     @cached_property
-    def _plan(self) -> AtenPlan:
+    def _plan(self) -> Plan:
         """A plan that returns the outputs and writes no slot."""
         wanted = [out.var for out in self.outputs]
         return lower_aten(replace(self.program, outputs=wanted, reports=[], updates=[]))
