@@ -333,7 +333,8 @@ class Program:
 
 def highest(program: Program) -> tuple[int, int]:
     """Return the highest variable number and the highest storage number of a program; -1 if there are none."""
-    every = {*program.slots, *program.inputs, *(one.var for one in (*program.constants, *program.ranges))}
+    every = {*program.slots, *program.inputs, *(one.var for one in program.constants)}
+    every.update(one.var for one in program.ranges)
     every.update(*(found for instr in program.instrs for found in (instr.inputs(), instr.outputs())))
     index, storage = (number - 1 for number in program.reserved)
     return max([index, *(var.index for var in every)]), max([storage, *(var.storage for var in every)])

@@ -111,7 +111,8 @@ def temporaries(program: Program, plan: Schedule) -> dict[int, int]:
 
     A fused optimizer call of the tail computes none: it writes its results in place.
     """
-    there = [*program.slots, *program.inputs, *(one.var for one in (*program.ranges, *program.constants))]
+    there = [*program.slots, *program.inputs, *(one.var for one in program.constants)]
+    there += [one.var for one in program.ranges]
     there += [var for instr in plan.fused if written_pairs(instr) for var in instr.outputs()]
     storages = {var.storage for var in there}
     return {one: size for one, size in storage_bytes(program.instrs).items() if one not in storages}

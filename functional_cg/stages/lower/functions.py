@@ -16,6 +16,9 @@ from ...errors import CaptureError
 from ...errors.words import words_of
 from ...shards.transfers import is_between_ranks
 from ...tensors.overlap import storage_key
+from ..fx_passes.cross_entropy import rewrite_losses
+from ..fx_passes.logits import has_large_logits
+from ..fx_passes.products import batch_gradients
 from ..layouts import laid_out
 from ..passes.bounds import check_values
 from ..passes.equal_calls import frozen, frozen_call
@@ -28,7 +31,7 @@ from .inductor import compile_graph
 
 __all__ = [
     "Compiler", "Head", "Part", "Results", "by_inductor", "checked", "collects", "compiled_once",
-    "grouped", "whole",
+    "grouped", "suit_one_line", "whole",
 ]  # fmt: skip
 
 Compiler = Callable[..., Any]
@@ -157,7 +160,6 @@ class Head:
       metrics: How many of its first results leave the step; each of these gets separate memory.
       in_order: Whether calls between ranks keep their order.
       small: Whether its run time is bound by launches.
-      suit: Rewrites the graph in place.
 
     Attributes:
       graph: What to compile.
@@ -185,7 +187,6 @@ class Head:
         metrics: int = 0,
         in_order: bool = True,
         small: bool = False,
-        suit: Callable[[fx.Graph], object] | None = None,
     ) -> None:
         given, of_part = entrance or Entrance([], {}, []), entrance is None
         self.device, self.part, self.takes, self._metrics, self._known = (
@@ -196,9 +197,6 @@ class Head:
             compiler is None,
         )
         self.graph = build_graph(part, plan, given, handed_on=handed_on, writes=writes, as_traced=of_part)
-        if suit is not None:
-            suit(self.graph.graph)
-            self.graph.recompile()
         on_host = device.type == "cpu"
         self._compiler = compiler or partial(
             by_inductor, step, on_host=on_host, small=small, in_order=in_order
@@ -363,6 +361,15 @@ def whole(
     calls = [call, *(instr.reading(new) for instr in after)]
     fused = [instr.reading(new) for instr in plan.fused]
     return head, Schedule(calls, fused, [(old, names[value]) for old, value in outside], outputs=outputs)
+
+
+def suit_one_line(head: Head, program: Program, *, small: bool = False) -> None:
+    """Rewrite what a function computes as suits one line; on lanes, weight gradients run beside the others' chain."""
+    if small:
+        batch_gradients(head.graph.graph)
+    elif has_large_logits(program):
+        rewrite_losses(head.graph.graph)
+    head.graph.recompile()
 
 
 def collects(program: Program) -> bool:

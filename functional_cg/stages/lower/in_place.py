@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from ..branches.launches import Launches, UnknownLaunch
 from ..branches.listing import Timeline, in_line
@@ -16,15 +16,12 @@ from ..branches.races import refuse_races
 from ..branches.rehearsal import Lanes
 from ..branches.units import Unit
 from ..fx_passes.canonical import pick_by_comparison
-from ..fx_passes.cross_entropy import rewrite_losses
-from ..fx_passes.logits import has_large_logits
-from ..fx_passes.products import batch_gradients
 from ..passes.fused import split_light, written_pairs
 from ..passes.rewrite import clears
 from ..plan import Before, Buffers, Plan, Run, Spread, by_itself
 from ..program import Instr, Program, Var
 from ..schedule import Schedule, schedule
-from .functions import collects, whole
+from .functions import collects, suit_one_line, whole
 from .graph import calls_of
 from .inductor import opened
 
@@ -51,8 +48,11 @@ class InPlacePlan(Plan):
         self._light = {f"{instr.name}.{number}": instr for number, instr in enumerate(plan.fused)}
         lists = [instr for instr in plan.fused if not written_pairs(instr)]
         updates = replace(plan, fused=[instr for instr in plan.fused if instr not in lists])
-        given: Any = {"in_place": True, "small": self._small, "suit": self._suit}
-        self._head, runs = whole(program, updates, lists, None, device, **given)
+        self._head, runs = whole(program, updates, lists, None, device, in_place=True, small=self._small)
+        pick_by_comparison(self._head.graph.graph)
+        if spread is None:
+            suit_one_line(self._head, program, small=self._small)
+        self._head.graph.recompile()
         super().__init__(program, plan, runs, timed=True)
         self.timeline = replace(self.timeline, estimated=spread is not None)
         self.branches = "branches: told once it is compiled" if spread is not None else ""
@@ -97,8 +97,7 @@ class InPlacePlan(Plan):
                 head.compiled = compiled
             else:
                 self._spread = None
-                self._suit_one_line(head.graph.graph)
-                head.graph.recompile()
+                suit_one_line(head, self.program, small=self._small)
             self.tell(timeline)
         super()._compile(known)
 
@@ -119,18 +118,6 @@ class InPlacePlan(Plan):
         timeline = spread([*self._launches.units, *[padding] * bool(clears(self.program, known))], code.kept)
         refuse_races(timeline, name)
         return timeline
-
-    def _suit(self, graph: fx.Graph) -> None:
-        pick_by_comparison(graph)
-        if self._spread is None:
-            self._suit_one_line(graph)
-
-    def _suit_one_line(self, graph: fx.Graph) -> None:
-        """Change the graph as suits one line; on lanes, weight gradients run beside the chain of the others."""
-        if self._small:
-            batch_gradients(graph)
-        elif has_large_logits(self.program):
-            rewrite_losses(graph)
 
 
 def _move_lists(plan: Schedule, light: Collection[Instr]) -> None:

@@ -12,12 +12,9 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
-from torch import fx
 
 from ...state.outline import count
 from ..fx_passes.canonical import pick_by_comparison
-from ..fx_passes.cross_entropy import rewrite_losses
-from ..fx_passes.logits import has_large_logits
 from ..fx_passes.old_values import KEPT, LATER
 from ..passes.out_of_place import write_out_of_place
 from ..plan import Plan
@@ -26,7 +23,7 @@ from ..schedule import Schedule, schedule
 from ..sub_programs import SubProgram
 from ..trial.reference import Reference
 from .early_updates import by_leaf, joined
-from .functions import Compiler, Part, collects, compiled_once, grouped
+from .functions import Compiler, Part, collects, compiled_once, grouped, suit_one_line
 from .repeats import cuts
 
 __all__ = ["by_sub_programs", "in_parts"]
@@ -67,21 +64,16 @@ def in_parts(
     every, compiled = (sum(len(part.calls) for part in some) for some in (parts, [one for one, *_ in alike]))
     if compiled >= _WORTH * every or every - compiled < least:
         return None
-    large = has_large_logits(program)
-
-    def suit(graph: fx.Graph) -> None:
-        pick_by_comparison(graph)
-        if large:
-            rewrite_losses(graph)
-
-    suits = suit if device.type != "cpu" and compiler is None else None
-    calls = compiled_once(alike, compiler, device, program.function, in_order=False, suit=suits)
+    calls = compiled_once(alike, compiler, device, program.function, in_order=False)
     done = {old for part in parts for old, _ in part.commits}
     commits = [(old, new) for old, new in plan.commits if old not in done]
     checks = [instr for instr in plan.head if instr.checks]
     runs = [*(instr for part in parts for instr in calls[part]), *checks]
     lowered = Plan(program, plan, replace(plan, head=runs, commits=commits), raised_at=reference.raises_at)
     lowered.shared = [_said(same) for same in alike if len(same) > 1]
+    for head in lowered.heads if compiler is None and device.type != "cpu" else ():
+        pick_by_comparison(head.graph.graph)
+        suit_one_line(head, program)
     return lowered
 
 
