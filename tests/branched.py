@@ -14,7 +14,7 @@ import torch
 import functional_cg as fcg
 from functional_cg.stages.branches.listing import Timeline, listed
 from functional_cg.stages.branches.units import Memory, Unit
-from functional_cg.stages.plan import AtenPlan
+from functional_cg.stages.plan import Plan
 from functional_cg.testing import Simulator
 
 __all__ = ["branched", "in_any_order", "inputs", "plan_of", "schedules"]
@@ -55,10 +55,10 @@ def branched(fn: Any, lanes: int = 3, **options: Any) -> Any:
     return fcg.graph_step(fn, backend=Simulator(), branches=lanes, **options)
 
 
-def plan_of(step: Any, state: Any, *given: Any) -> AtenPlan:
+def plan_of(step: Any, state: Any, *given: Any) -> Plan:
     """The plan of a step for a call."""
     plan = step.lower(fcg.fork(fcg.place(state)), *given).plan
-    assert isinstance(plan, AtenPlan)
+    assert isinstance(plan, Plan)
     return plan
 
 

@@ -298,8 +298,8 @@ def test_it_is_the_graph_that_torch_itself_makes() -> None:
 
     program = fcg.graph_step(train_step, lowering="aten").lower(state, torch.randn(2, 3, 8, 8)).program
     prepare(program)
-    plan = InPlacePlan(program, torch.device("cpu"))
-    entering = plan._heads[0].takes
+    (head,) = InPlacePlan(program, torch.device("cpu")).heads
+    entering = head.takes
     arguments = [
         torch.empty_strided(var.spec.shape, var.spec.stride, dtype=var.spec.dtype) for var in entering
     ]
@@ -312,14 +312,14 @@ def test_it_is_the_graph_that_torch_itself_makes() -> None:
     keep: Any = kept
     with torch.no_grad():
         aot_module_simplified(
-            plan.graph,
+            head.graph,
             arguments,
             fw_compiler=keep,
             inference_compiler=keep,
             decompositions=select_decomp_table(),
             keep_inference_input_mutations=True,
         )
-        ours = cored(plan.graph, *arguments)
+        ours = cored(head.graph, *arguments)
     (theirs,) = found
     assert _calls(ours) == _calls(theirs)
 

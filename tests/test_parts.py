@@ -15,7 +15,6 @@ import functional_cg as fcg
 from functional_cg.options import Options
 from functional_cg.stages.lower import compiled, parts, repeats
 from functional_cg.stages.lower.compiled import lower, prepare
-from functional_cg.stages.lower.functions import FunctionsPlan
 from functional_cg.stages.lower.in_place import InPlacePlan
 from functional_cg.stages.lower.parts import in_parts
 from functional_cg.stages.passes.equal_calls import frozen
@@ -129,8 +128,8 @@ def test_every_value_is_that_of_the_eager_run_by_inductor(
         monkeypatch.setattr(captures, "lower", in_place_by_inductor)
     program = Repeated(6, ("product", "bias", "turned"), (2.0,) * 6, "by itself", frozenset({"old biases"}))
     plan = assert_replays(program, "inductor", device)
-    assert isinstance(plan, FunctionsPlan)
-    assert max(plan.times) > 3
+    assert len(plan.heads) > 1
+    assert max(plan.heads.values()) > 3
 
 
 @pytest.mark.parametrize(
@@ -147,15 +146,16 @@ def test_blocks_that_only_look_alike_share_nothing(
         assert_replays(Repeated(layers, steps, numbers, "by itself", frozenset()), as_it_is)
         for numbers in ((1.0,) * layers, (1.0,) * 4 + (odd,) + (1.0,) * 3)
     ]
-    assert plans[1].functions > plans[0].functions
+    assert len(plans[1].heads) > len(plans[0].heads)
 
 
 def test_a_leaf_is_written_after_its_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last layer's backward, which comes first, makes the new value of the first layer."""
+    """The update of the last layer, which comes first, makes the new value of the first layer."""
     monkeypatch.setattr(parts, "_WORTH", 2)
     monkeypatch.setattr(captures, "lower", in_place_on_a_host)
-    plan = assert_replays(replace(PLAIN, keeps=frozenset({"turned over"})), as_it_is)
-    assert isinstance(plan, FunctionsPlan)
+    program = replace(PLAIN, keeps=frozenset({"turned over"}), update="twice")
+    plan = assert_replays(program, as_it_is)
+    assert len(plan.heads) > 1
 
 
 def test_what_a_part_hands_on_lies_as_the_trace_saw_it() -> None:
@@ -199,11 +199,11 @@ def plan_on_a_gpu(program: Any, **options: Any) -> Any:
 def test_deep_programs_are_cut_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where so many calls need not be compiled that the first call takes half as long."""
     assert isinstance(plan_on_a_gpu(PLAIN), InPlacePlan)
-    assert isinstance(plan_on_a_gpu(PLAIN, compile_once=True), FunctionsPlan)
+    assert len(plan_on_a_gpu(PLAIN, compile_once=True).heads) > 1
     every = len(fcg.graph_step(PLAIN, lowering="aten").lower(PLAIN.state, PLAIN.batch(0)).program.instrs)
     monkeypatch.setattr(compiled, "_PAYS", every // 2)
     plan = plan_on_a_gpu(PLAIN)
-    assert isinstance(plan, FunctionsPlan)
+    assert len(plan.heads) > 1
     assert any("compiled once" in line for line in plan.shared)
     assert isinstance(plan_on_a_gpu(PLAIN, compile_once=False), InPlacePlan)
     monkeypatch.setattr(compiled, "_PAYS", every - 1)  # its calls would do, but not those that are saved
@@ -264,10 +264,10 @@ def test_functions_do_not_grow_with_the_number_of_blocks(
     for layers in (6, 9):
         program = replace(PLAIN, layers=layers, numbers=(2.0,) * layers, update=update, stacked=stacked)
         plan = assert_replays(program, as_it_is)
-        assert isinstance(plan, FunctionsPlan)
-        functions.append(plan.functions)
+        assert len(plan.heads) > 1
+        functions.append(len(plan.heads))
         assert (
-            sum(times for times in plan.times if times > 1) >= layers
+            sum(times for times in plan.heads.values() if times > 1) >= layers
         )  # of two, where every other sum is kept
     assert functions[0] == functions[1] <= 7, functions
 
@@ -275,8 +275,8 @@ def test_functions_do_not_grow_with_the_number_of_blocks(
 def test_each_turn_of_a_loop_reads_its_row_of_a_half_of_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captures, "lower", in_place_on_a_host)
     plans = [assert_replays(Loop(times), as_it_is) for times in (8, 12)]
-    assert all(isinstance(plan, FunctionsPlan) for plan in plans)
-    assert plans[0].functions == plans[1].functions <= 7
+    assert all(len(plan.heads) > 1 for plan in plans)
+    assert len(plans[0].heads) == len(plans[1].heads) <= 7
 
 
 def test_the_gradient_of_a_large_loss_lies_in_the_memory_of_the_logits() -> None:
@@ -301,9 +301,6 @@ def test_the_gradient_of_a_large_loss_lies_in_the_memory_of_the_logits() -> None
     plan = in_parts(lowered.program, torch.device("cuda"), None, lowered.reference, in_place=True)
     assert plan is not None
     losses = [
-        node
-        for head in plan._heads
-        for node in head.graph.graph.nodes
-        if "cross_entropy_" in str(node.target)
+        node for head in plan.heads for node in head.graph.graph.nodes if "cross_entropy_" in str(node.target)
     ]
     assert len(losses) == 1

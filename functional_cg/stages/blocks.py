@@ -4,8 +4,8 @@ A pipeline makes the calls of a stage for each micro-batch. No Python of the use
 are given has the same layout each time, so a trace would find the same calls: all that is new are the variables. A
 block whose calls could depend on more than that is recorded each time.
 
-In the finished program each time is one call of a sub-program. A block that sends, that checks, or that writes its
-literals is copied call by call: what asks for such calls finds each of them.
+In the finished program each time is one call of a sub-program. A block that sends or that checks is copied call by
+call: what asks for such calls finds each of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from ..shards.transfers import is_between_ranks
-from .program import Constant, Instr, Program, Report, Twins, Var, map_vars, written_storages
+from .program import Instr, Program, Report, Twins, Var, layouts_of, map_vars, written_storages
 from .sub_programs import SubProgram
 from .variables import Variables
 
@@ -44,20 +44,58 @@ class Blocks:
         self, name: Hashable, act: Callable[[list[Tensor]], list[Tensor]], given: Sequence[Any], title: str
     ) -> list[Tensor]:
         """Compute a block on what it is given, tensors or variables; keep what is recorded of it."""
-        program, variables, declared = self._program, self._variables, len(self._variables.declared)
-        start = _Mark.of(program, variables)
+        variables, declared = self._variables, len(self._variables.declared)
+        start = self._counts()
         tensors = list(map(variables.tensor, given))
         out = act(tensors)
         described = list(map(variables.of, tensors)), list(map(variables.of, out))
         # What was met for the first time is no part of the block.
         known = declared == len(variables.declared)
-        self.known[name] = block = (
-            _Block.since(start, program, variables, title, *described) if known else None
-        )
+        self.known[name] = block = self._since(start, title, *described) if known else None
         if block is not None and block.is_one_call:
-            call = block.sub_program.call([*block.reads], [*block.makes], (0, 0))
-            self._recorded.append((start.calls, call))
+            self._recorded.append((start[0], block.sub_program.call([*block.reads], [*block.makes], (0, 0))))
         return out
+
+    def _counts(self) -> tuple[int, ...]:
+        """Return the numbers of calls, variables, storages, constants and reports so far."""
+        program, variables = self._program, self._variables
+        counts = len(program.instrs), variables.count, variables.storages
+        return *counts, len(program.constants), len(program.reports)
+
+    def _since(
+        self, start: tuple[int, ...], title: str, given: Sequence[Var | None], results: Sequence[Var | None]
+    ) -> _Block | None:
+        """Return the block of all that was recorded since :meth:`_counts`; None if it cannot be copied.
+
+        It cannot if it reads or makes a tensor that has no variable, if it writes or returns a literal, or if a call
+        depends on more than the layout of what the block is given: one that writes it, which the rules may forbid, or
+        that counts from where its memory begins.
+        """
+        program, (call, variable, storage, constant, report) = self._program, start
+        calls, reports = program.instrs[call:], program.reports[report:]
+        touched = (var for instr in calls for var in (*instr.writes, *_read_from_the_start(instr)))
+        known = [var for var in given if var is not None]
+        made = [var for var in results if var is not None]
+        if len(known) < len(given) or len(made) < len(results):
+            return None
+        fixed = {one.var for one in program.constants[constant:]}
+        # What it returns, others may write.
+        others_each_time = written_storages(calls) | {var.storage for var in made}
+        if any(var.storage < storage for var in touched) or any(v.storage in others_each_time for v in fixed):
+            return None
+        read = dict.fromkeys((*known, *(var for one in calls for var in one.inputs())))
+        reads = [var for var in read if var.index < variable or var in fixed]
+        told = dict.fromkeys((*made, *(var for one in reports for var in one.values)))
+        makes = [var for var in told if var.index >= variable and var not in fixed]
+        new = Twins()
+        own = [one.again(new) for one in calls]
+        sub_program = SubProgram(title, list(map(new, reads)), own, list(map(new, makes)), (call, variable))
+        shown = [replace(one, values=map_vars(new, one.values)) for one in reports]
+        storages = range(storage, self._variables.storages)
+        count = self._variables.count - variable
+        return _Block(
+            storages, count, known, layouts_of(known), reads, makes, sub_program, list(map(new, made)), shown
+        )
 
     def again(self, name: Hashable, given: Sequence[Any]) -> list[Any] | None:
         """Add the calls of a block once more; return what it computes, None if it has to be recorded.
@@ -85,97 +123,36 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
-    """How much of everything a trace has recorded."""
-
-    variables: int
-    storages: int
-    calls: int
-    constants: int
-    reports: int
-
-    @classmethod
-    def of(cls, program: Program, variables: Variables) -> _Mark:
-        counts = len(program.instrs), len(program.constants), len(program.reports)
-        return cls(variables.count, variables.storages, *counts)
-
-
-@dataclass(frozen=True, slots=True)
 class _Block:
     """Calls that are made several times.
 
     Attributes:
-      start: Where it began.
-      end: Where it ended.
+      storages: The numbers of the storages that it made.
+      count: How many variables it made.
       given: The variables that are others each time.
+      layouts: How these lie.
       reads: Those, and what it reads besides.
       makes: What it computes that others read.
       sub_program: Its calls, which have variables of their own; so have the following ones.
       results: What it returned: some of what it makes or was given.
-      literals: The constants that its calls write, or that it returns: they are others each time.
       reports: What it prints or taps.
     """
 
-    start: _Mark
-    end: _Mark
+    storages: range
+    count: int
     given: Sequence[Var]
+    layouts: Hashable
     reads: Sequence[Var]
     makes: Sequence[Var]
     sub_program: SubProgram
     results: Sequence[Var]
-    literals: Sequence[Constant]
     reports: Sequence[Report]
-
-    @classmethod
-    def since(
-        cls,
-        start: _Mark,
-        program: Program,
-        variables: Variables,
-        title: str,
-        given: Sequence[Var | None],
-        results: Sequence[Var | None],
-    ) -> _Block | None:
-        """Return the block of all that was recorded since a mark; None if it cannot be copied.
-
-        It cannot if it reads or makes a tensor that has no variable, or if a call depends on more than the layout of
-        what the block is given: one that writes it, which the rules may forbid, or that counts from where its memory
-        begins.
-        """
-        calls = program.instrs[start.calls :]
-        touched = (var for instr in calls for var in (*instr.writes, *_read_from_the_start(instr)))
-        known = [var for var in given if var is not None]
-        made = [var for var in results if var is not None]
-        if len(known) < len(given) or len(made) < len(results):
-            return None
-        if any(var.storage < start.storages for var in touched):
-            return None
-        # What it returns, others may write: then it is another one each time, too.
-        written = written_storages(calls) | {var.storage for var in made}
-        own = [one for one in program.constants[start.constants :] if one.var.storage in written]
-        fixed = {one.var for one in program.constants[start.constants :] if one not in own}
-        reports = program.reports[start.reports :]
-        read = dict.fromkeys((*known, *(var for one in calls for var in one.inputs())))
-        reads = [var for var in read if var.index < start.variables or var in fixed]
-        told = dict.fromkeys((*made, *(var for one in reports for var in one.values)))
-        makes = [var for var in told if var.index >= start.variables and var not in fixed]
-        new = Twins()
-        first = start.calls, start.variables
-        sub_program = SubProgram(
-            title, list(map(new, reads)), [one.again(new) for one in calls], list(map(new, makes)), first
-        )
-        return cls(
-            start, _Mark.of(program, variables), known, reads, makes, sub_program, list(map(new, made)),
-            [replace(one, var=new(one.var)) for one in own],
-            [replace(one, values=map_vars(new, one.values)) for one in reports],
-        )  # fmt: skip
 
     @property
     def is_one_call(self) -> bool:
         """Whether a call of a sub-program stands for the block."""
         calls = self.sub_program.calls
-        single = len(calls) < 2 or self.literals
-        return not single and not any(is_between_ranks(one.op) or one.checks for one in calls)
+        return len(calls) > 1 and not any(is_between_ranks(one.op) or one.checks for one in calls)
 
     def again(self, program: Program, given: Sequence[Var | None], variables: Variables) -> list[Var]:
         """Add the calls to a program once more; return what they compute.
@@ -185,9 +162,8 @@ class _Block:
           given: What takes the place of the given variables.
           variables: Numbers the others.
         """
-        start, end, made = self.start, self.end, range(self.start.storages, self.end.storages)
-        variable, storage = variables.reserve(end.variables - start.variables, made)
-        later = variable - start.variables, storage - start.storages
+        variable, storage = variables.reserve(self.count, self.storages)
+        later = variable - self.sub_program.start[1], storage - self.storages.start
         names: dict[Var, Any] = dict(zip(self.given, given, strict=True))
         reads = [names.get(var, var) for var in self.reads]
         new = self.sub_program.naming(reads, later)
@@ -197,26 +173,13 @@ class _Block:
             )
         else:
             program.instrs += [one.again(new) for one in self.sub_program.calls]
-        for literal in self.literals:
-            program.constants.append(
-                replace(literal, var=new(literal.var), name=f"literal {len(program.constants)}")
-            )
         program.reports += [replace(one, values=map_vars(new, one.values)) for one in self.reports]
         return list(map(new, self.results))
 
     def fits(self, given: Sequence[Var | None]) -> bool:
         """Whether other variables lie as those that the block was given at first."""
-        names: dict[Var, Var] = {}
-        lies: dict[int, tuple[int, int]] = {}
-        for one, other in zip(self.given, given, strict=False):
-            # Compared as objects first: a pipeline makes thousands of them, and nearly all are one.
-            if other is None or (one.spec is not other.spec and one.spec != other.spec):
-                return False
-            at = other.storage, other.offset - one.offset
-            same = names.setdefault(one, other) is other and lies.setdefault(one.storage, at) == at
-            if not same or one.fills != other.fills:
-                return False
-        return len(given) == len(self.given)
+        known = [var for var in given if var is not None]
+        return len(known) == len(given) and layouts_of(known) == self.layouts
 
 
 def _read_from_the_start(instr: Instr) -> Sequence[Var]:

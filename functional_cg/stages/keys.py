@@ -60,7 +60,7 @@ def shared_keys(program: Program) -> Iterator[tuple[str, str]]:
             key, stream = _drawn_from(instr)
             earlier = first.setdefault((numbers.of(key), stream), instr)
             if earlier is not instr:
-                yield _site(earlier), _site(instr)
+                yield str(earlier.site or earlier.op), str(instr.site or instr.op)
         if instr in relevant:
             numbers.call(instr.op, instr.args, instr.kwargs, instr.outputs(), instr.writes)
 
@@ -73,10 +73,6 @@ def _drawn_from(instr: Instr) -> tuple[Var, int]:
     """Return the key and the stream of a draw."""
     named = named_arguments(instr.op, instr.args, instr.kwargs)
     return named[_DRAWS[instr.op._schema.name]], named["stream"]
-
-
-def _site(instr: Instr) -> str:
-    return str(instr.site or instr.op)
 
 
 def inputs_behind(program: Program, names: Iterable[str], variables: Iterable[Var]) -> list[str]:

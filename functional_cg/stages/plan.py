@@ -6,8 +6,9 @@ from ``stages.branches``: what runs where, what waits for what and when memory i
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -15,8 +16,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..ambient.modes import ordinary, without_gradients
 from ..concurrency.interrupts import uninterrupted
 from ..messages.source import Location
+from ..state.outline import count
 from ..tensors.aten import UNGROUPED, copies
 from .branches.costs import weighed
 from .branches.listing import Timeline, in_line
@@ -40,11 +43,10 @@ from .passes.fused import in_place
 from .passes.rewrite import clears, range_tensor
 from .program import Instr, Program, Var
 from .schedule import Schedule, schedule
-from .sub_programs import SubProgram
+from .sub_programs import SubProgram, inside_of
 from .work import micros
 
 __all__ = [
-    "AtenPlan",
     "Backend",
     "Buffers",
     "Plan",
@@ -53,11 +55,15 @@ __all__ = [
     "Spare",
     "Spread",
     "bound",
+    "by_itself",
     "faster",
     "lower_aten",
 ]
 
 Before = Sequence[Callable[[], Any]]
+# A bound plan: runs ``before`` (C-level calls) and the commit as one uninterrupted block, returns metrics.
+Run = Callable[[Before], Sequence[Tensor]]
+See = Callable[[Program, Sequence[Tensor], Sequence[Tensor]], None]
 Spread = Callable[[Sequence[Unit], frozenset[Memory]], Timeline]
 
 _FASTER = 1.03  # the least measured gain that keeps lanes
@@ -79,71 +85,6 @@ class Buffers:
             for one in program.ranges:
                 tensors[one.var] = range_tensor(one, [tensors[leaf] for leaf in one.leaves])
         return tensors
-
-
-class Run(Protocol):
-    """A bound plan: runs ``before`` (C-level calls) and the commit as one uninterrupted block, returns metrics."""
-
-    def __call__(self, before: Before, /) -> Sequence[Tensor]: ...
-
-
-class Plan(ABC):
-    """The result of a lowering, which can be bound to buffers: units of work, in one line or on lanes.
-
-    Attributes:
-      schedule: Its calls and commits.
-      compiled: Whether a compiler chooses the kernels.
-      functions: Number of compiled functions.
-      copies: Whether new values are computed elsewhere and copied into their slots.
-      timeline: What runs where, as far as that is known before it is bound.
-      branches: The same in words; empty if that is no question.
-      shared: Which calls share a compiled function, in words: a line for each such function.
-    """
-
-    compiled = False
-    functions = 0
-    copies = True
-    branches = ""
-    shared: Sequence[str] = ()
-    schedule: Schedule
-    timeline = in_line(())
-    _code: Code
-    _rehearsed = False
-
-    @abstractmethod
-    def bind(self, buffers: Buffers) -> Run:
-        """Bind the plan to buffers, in one line; the result runs on exactly these addresses."""
-
-    @abstractmethod
-    def as_text(self) -> str:
-        """Return the plan as source code."""
-
-    def in_line(self) -> Plan:
-        """Return the plan of the same program that is made for one line."""
-        return self
-
-    def bind_to(self, buffers: Buffers, lanes: Lanes) -> Run:
-        """Bind the plan to buffers and lanes."""
-        return on_lanes(lanes, self.timeline, self._code, self._scope(buffers)[0])
-
-    def rehearse(self, buffers: Buffers) -> None:
-        """Run once on buffers of no value, in one line, and stay there if values lie elsewhere than the units say."""
-        if self.timeline.lanes > 1 and not self._rehearsed:
-            self.tell(rehearsed(self.timeline, self._code, *self._scope(buffers)))
-        self._rehearsed = True
-
-    def tell(self, timeline: Timeline) -> None:
-        """Let this be what runs where, and say so."""
-        self.timeline, self.branches = timeline, str(timeline)
-
-    @property
-    def temporaries(self) -> int:
-        """Bytes of temporaries at the peak if that is more than in one line; else 0."""
-        return self.timeline.peak if self.timeline.lanes > 1 else 0
-
-    def _scope(self, buffers: Buffers) -> tuple[Mapping[str, Any], Sequence[Tensor]]:
-        """Return what units on lanes refer to, and those tensors that are there before a run."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,43 +146,64 @@ class Backend(Protocol):
         ...
 
 
-class AtenPlan(Plan):
-    """Runs the traced ATen calls one by one, or on lanes, in a generated function with all names bound.
+class Plan:
+    """The result of a lowering: units of work, bound to buffers as one generated function, in one line or on lanes.
 
-    Views of static buffers are taken once, at binding. What a unit allocates is dropped after the last that touches it.
-    A sub-program is a function of its own, which drops what it is given after its last use, too.
+    A unit is an ATen call, a call of a compiled function or of a sub-program, or a copy. Views of static buffers are
+    taken once, at binding. What a unit allocates is dropped after the last that touches it. A sub-program is a function
+    of its own, which drops what it is given after its last use, too.
 
     Args:
       program: The program.
-      plan: Its schedule.
+      schedule: Its calls and commits.
+      runs: The same, with calls of compiled functions in place of those that they compute; None if none is compiled.
       spread: Chooses what runs where, for units and the memory that leaves the step; None for one line.
       timed: Whether it ticks after each unit.
       raised_at: Finds the user's line for an exception from a call without a known site.
     Attributes:
-      timeline: What runs where.
-      sub_programs: The same for each sub-program.
+      heads: The compiled functions, each with how often a run calls it.
+      timeline: What runs where, as far as that is known before it is bound.
+      branches: The same in words; empty if that is no question.
+      shared: Which calls share a compiled function, in words: a line for each such function.
+      one_by_one: Whether each compiled function is compared with its calls by itself.
+      sub_programs: What runs in each sub-program.
       ticks: If it is timed: what runs before each ``tick``, a call, or the name of what is copied.
     """
+
+    branches = ""
+    shared: Sequence[str] = ()
+    one_by_one = False
+    _rehearsed = False
 
     def __init__(
         self,
         program: Program,
-        plan: Schedule,
-        spread: Spread | None = None,
+        schedule: Schedule,
+        runs: Schedule | None = None,
         *,
+        spread: Spread | None = None,
         timed: bool = False,
         raised_at: Callable[[Buffers], Location | None] = lambda _: None,
     ) -> None:
-        self.program, self.schedule, self._runs, self._raised_at = program, plan, plan, raised_at
+        self.program, self.schedule, self._raised_at = program, schedule, raised_at
+        self._runs = plan = runs or schedule
+        self.heads = Counter(one.op for one in inside_of(plan.head) if one.op._schema.name == "fcg::compiled")
         self._writer = Writer()
         self._functions: dict[SubProgram, str] = {}
         self._hoisted, head = self._split_hoisted()
-        first, units = self._calls(head, self._fixed, dict(self._constants()))
+        constants = {i: program.constants[i].var for i in sorted(plan.written_constants)}
+        copied = {
+            _copy("constants", repr(var), f"c{i}", var, (), var.storage): [var]
+            for i, var in constants.items()
+        }
+        first, units = self._calls(head, self._fixed, copied)
         units += self._tail()
         self.ticks = [unit.call or unit.name for unit in units]
         kept = frozenset(f"m{i}" if i in plan.cloned else var.storage for i, var in enumerate(plan.outputs))
         known = {var.storage for var in self._fixed}
-        self._code = code = Code(program.function, first, self._results(), kept, known)
+        names = [f"m{i}" if i in plan.cloned else repr(var) for i, var in enumerate(plan.outputs)]
+        results = f"({''.join(f'{name}, ' for name in names)})"
+        self._code = code = Code(program.function, first, results, kept, known)
         self.timeline = in_line(units, kept)
         functions = [*self._functions.values()]
         self._source, self._sites = source_of(self.timeline, code, functions=functions, timed=timed)
@@ -255,11 +217,31 @@ class AtenPlan(Plan):
             self.tell(spread(units, kept))
         refuse_races(self.timeline, program.function)
 
+    @property
+    def compiled(self) -> bool:
+        """Whether a compiler chooses the kernels."""
+        return bool(self.heads)
+
+    @property
+    def copies(self) -> bool:
+        """Whether new values are computed elsewhere and copied into their slots."""
+        return bool(self._runs.commits)
+
+    @property
+    def temporaries(self) -> int:
+        """Bytes of temporaries at the peak if that is more than in one line; else 0."""
+        return self.timeline.peak if self.timeline.lanes > 1 else 0
+
     def as_text(self) -> str:
-        return self._source
+        """Return the plan as source code."""
+        texts = [
+            f"{head}, which runs {count(times, 'time')}:\n{head.graph.code}"
+            for head, times in self.heads.items()
+        ]
+        return "\n".join([*texts, self._source])
 
     def bind(self, buffers: Buffers, tick: Callable[[], None] = lambda: None) -> Run:
-        """Bind the plan to buffers, in one line.
+        """Bind the plan to buffers, in one line; the result runs on exactly these addresses.
 
         Args:
           buffers: The buffers.
@@ -272,8 +254,41 @@ class AtenPlan(Plan):
         run.__kwdefaults__ = {name: names.pop(name) for name in self._functions.values()}
         return run  # type: ignore[no-any-return]
 
+    def bind_to(self, buffers: Buffers, lanes: Lanes) -> Run:
+        """Bind the plan to buffers and lanes."""
+        return on_lanes(lanes, self.timeline, self._code, self._scope(buffers)[0])
+
+    def rehearse(self, buffers: Buffers) -> None:
+        """Run once on buffers of no value, in one line, and stay there if values lie elsewhere than the units say."""
+        if self.timeline.lanes > 1 and not self._rehearsed:
+            self.tell(rehearsed(self.timeline, self._code, *self._scope(buffers)))
+        self._rehearsed = True
+
+    def tell(self, timeline: Timeline) -> None:
+        """Let this be what runs where, and say so."""
+        self.timeline, self.branches = timeline, str(timeline)
+
     def in_line(self) -> Plan:
-        return AtenPlan(self.program, self.schedule)
+        """Return the plan of the same program that is made for one line."""
+        return Plan(self.program, self.schedule)
+
+    @contextmanager
+    def watched(self, see: See) -> Iterator[None]:
+        """Show the first and the last call that a run makes of each function: ``see(part, arguments, results)``."""
+        counts = Counter[Any]()
+
+        def after(head: Any, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+            counts[head] += 1
+            if counts[head] in (1, self.heads[head]):
+                see(head.part, arguments, results)
+
+        try:
+            for head in self.heads:
+                head.after = partial(after, head)
+            yield
+        finally:
+            for head in self.heads:
+                head.after = None
 
     def _scope(self, buffers: Buffers) -> tuple[Mapping[str, Any], Sequence[Tensor]]:
         return self._names(buffers), [*buffers.slots, *buffers.inputs, *buffers.constants]
@@ -292,8 +307,23 @@ class AtenPlan(Plan):
         return names | {"laid_out": laid_out, "partial": partial, "uninterrupted": uninterrupted}
 
     def _tensors(self, buffers: Buffers) -> dict[Var, Tensor]:
-        """Return the tensors that are there before a run."""
-        return buffers.tensors(self.program)
+        """Return the tensors that are there before a run, as functions get them, which are compiled for these."""
+        for device in {head.device for head in self.heads}:
+            # A compiled kernel may take a CPU scalar as if it were on the device.
+            buffers = replace(buffers, constants=[one.to(device) for one in buffers.constants])
+        tensors = buffers.tensors(self.program)
+        if self.heads:
+            with ordinary():
+                without_gradients()
+                self._compile(tensors)
+            tensors = {var: by_itself(tensor) for var, tensor in tensors.items()}
+        return tensors
+
+    def _compile(self, known: Mapping[Var, Tensor]) -> None:
+        """Compile the functions, given the tensors that are there before a run."""
+        for head in self.heads:
+            if head.compiled is None:
+                head.compiled = head.compile(known)
 
     def _split_hoisted(self) -> tuple[list[Instr], list[Instr]]:
         """Separate the calls that only take views of static buffers from the rest of the head."""
@@ -315,12 +345,6 @@ class AtenPlan(Plan):
         for old, new in self._runs.commits:
             groups.setdefault((old.spec.dtype, old.spec.stride == new.spec.stride), []).append((old, new))
         return list(groups.values())
-
-    def _constants(self) -> Iterator[tuple[Unit, Sequence[Var]]]:
-        """Yield copies of literals that the step writes, each with its variable."""
-        for i in sorted(self._runs.written_constants):
-            var = self.program.constants[i].var
-            yield _copy("constants", repr(var), f"c{i}", var, (), var.storage), [var]
 
     def _calls(
         self, calls: Sequence[Instr], fixed: Collection[Var], before: Mapping[Unit, Sequence[Var]]
@@ -360,7 +384,7 @@ class AtenPlan(Plan):
                 yield _copy("new state", f"w_{old!r}", repr(new), new, [new.storage], f"w_{old!r}")
         for instr in plan.fused:
             reads, writes = accesses(instr, in_place=True)
-            line = self._fused_call(instr)
+            line = "partial(" + self._writer.call(instr, in_place(instr.op)).replace("(", ", ", 1)
             yield Unit(
                 instr.name, [line], after_checks(reads), writes, commits=True, call=instr, site=instr.site
             )
@@ -380,11 +404,6 @@ class AtenPlan(Plan):
         padded = frozenset(known.var.storage for known in self.program.ranges)
         if padded:
             yield Unit("new state", ["*clears"], writes=padded, commits=True)
-
-    def _results(self) -> str:
-        """Return the source of what the function returns."""
-        names = (f"m{i}" if i in self._runs.cloned else repr(var) for i, var in enumerate(self._runs.outputs))
-        return f"({''.join(f'{name}, ' for name in names)})"
 
     def _write(self, sub_program: SubProgram) -> Timeline:
         """Append the function of a sub-program to the source; return what runs there."""
@@ -411,8 +430,21 @@ class AtenPlan(Plan):
             *(f"{var!r} = laid_out({var!r}, {var.spec.stride})" for var in unsure(instr)),
         ]
 
-    def _fused_call(self, instr: Instr) -> str:
-        return "partial(" + self._writer.call(instr, in_place(instr.op)).replace("(", ", ", 1)
+
+def by_itself(tensor: Tensor) -> Tensor:
+    """Return a tensor on the same memory, with a storage that starts at its first element.
+
+    Slots lie in one slab. Some of the compiler's passes ignore the storage offset of an argument, and all of them look
+    for pairs of arguments that overlap.
+    """
+    if not tensor.numel():
+        return tensor
+    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.storage_offset() * tensor.itemsize
+    memory = tensor.untyped_storage()[start : start + span * tensor.itemsize]  # keeps the slab alive
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        memory, 0, tensor.shape, tensor.stride()
+    )
 
 
 def _copy(name: str, target: str, source: str, var: Var, reads: Collection[Memory], to: Memory) -> Unit:
@@ -425,9 +457,9 @@ def _copy(name: str, target: str, source: str, var: Var, reads: Collection[Memor
     return unit
 
 
-def lower_aten(program: Program, *, timed: bool = False) -> AtenPlan:
-    """Lower to ATen calls; fused optimizer ops write their slots in place. For ``timed``, see :class:`AtenPlan`."""
-    return AtenPlan(program, schedule(program), timed=timed)
+def lower_aten(program: Program, *, timed: bool = False) -> Plan:
+    """Lower to ATen calls; fused optimizer ops write their slots in place. For ``timed``, see :class:`Plan`."""
+    return Plan(program, schedule(program), timed=timed)
 
 
 def bound(plan: Plan, run: Run, buffers: Buffers, spare: Buffers, lanes: Callable[[int], Lanes]) -> Run:

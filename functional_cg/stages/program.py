@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ __all__ = [
     "Twins",
     "Var",
     "highest",
-    "highest_of",
+    "layouts_of",
     "live",
     "map_arguments",
     "map_vars",
@@ -333,15 +333,25 @@ class Program:
 
 def highest(program: Program) -> tuple[int, int]:
     """Return the highest variable number and the highest storage number of a program; -1 if there are none."""
-    known = [*program.slots, *program.inputs, *(c.var for c in program.constants)]
-    found = highest_of(program.instrs, [*known, *(one.var for one in program.ranges)])
-    return max(found[0], program.reserved[0] - 1), max(found[1], program.reserved[1] - 1)
+    every = {*program.slots, *program.inputs, *(one.var for one in program.constants)}
+    every.update(one.var for one in program.ranges)
+    every.update(*(found for instr in program.instrs for found in (instr.inputs(), instr.outputs())))
+    index, storage = (number - 1 for number in program.reserved)
+    return max([index, *(var.index for var in every)]), max([storage, *(var.storage for var in every)])
 
 
-def highest_of(instrs: Iterable[Instr], known: Iterable[Var] = ()) -> tuple[int, int]:
-    """Return the highest variable and storage number among calls and ``known``; -1 if there are none."""
-    every = {*known}.union(*(found for instr in instrs for found in (instr.inputs(), instr.outputs())))
-    return max([var.index for var in every], default=-1), max([var.storage for var in every], default=-1)
+def layouts_of(variables: Iterable[Var]) -> tuple[Hashable, ...]:
+    """Return what is equal for variables that lie alike: of one layout each, and in one memory where others are."""
+    numbers: dict[Var, int] = {}
+    start: dict[
+        int, tuple[int, int]
+    ] = {}  # of each storage: its number, and the offset of the first variable
+    found = []
+    for var in variables:
+        storage, offset = start.setdefault(var.storage, (len(start), var.offset))
+        number = numbers.setdefault(var, len(numbers))
+        found.append((number, var.spec, storage, var.offset - offset, var.fills))
+    return tuple(found)
 
 
 def written_storages(instrs: Iterable[Instr]) -> set[int]:

@@ -15,7 +15,7 @@ from .lifetimes import storage_bytes
 from .passes.fused import read_arguments, written_pairs
 from .program import Instr, Program, Var, live, written_storages
 
-__all__ = ["Schedule", "live_instrs", "not_computed", "schedule", "temporaries"]
+__all__ = ["Schedule", "live_instrs", "schedule", "temporaries"]
 
 
 def live_instrs(program: Program) -> list[Instr]:
@@ -111,13 +111,8 @@ def temporaries(program: Program, plan: Schedule) -> dict[int, int]:
 
     A fused optimizer call of the tail computes none: it writes its results in place.
     """
-    there = not_computed(program, plan)
-    return {one: size for one, size in storage_bytes(program.instrs).items() if one not in there}
-
-
-def not_computed(program: Program, plan: Schedule) -> set[int]:
-    """Return the storages that are there before a plan runs: slots, inputs, constants, what writes slots."""
-    variables = [*program.slots, *program.inputs, *(known.var for known in program.ranges)]
-    variables += [var for instr in plan.fused if written_pairs(instr) for var in instr.outputs()]
-    variables += [constant.var for constant in program.constants]
-    return {var.storage for var in variables}
+    there = [*program.slots, *program.inputs, *(one.var for one in program.constants)]
+    there += [one.var for one in program.ranges]
+    there += [var for instr in plan.fused if written_pairs(instr) for var in instr.outputs()]
+    storages = {var.storage for var in there}
+    return {one: size for one, size in storage_bytes(program.instrs).items() if one not in storages}

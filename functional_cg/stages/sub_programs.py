@@ -7,7 +7,7 @@ Whoever needs all ATen calls asks for them: :func:`unrolled`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from .program import Instr, Program, Var, live, map_arguments, written_storages
 
 __all__ = [
-    "SubProgram", "calls_of", "each_once", "first_unrolled", "rename", "rewrite_sub_programs", "unrolled",
+    "SubProgram", "calls_of", "each_once", "first_unrolled", "inside_of", "rename", "rewrite_sub_programs", "unrolled",
 ]  # fmt: skip
 
 
@@ -120,62 +120,51 @@ def rewrite_sub_programs(program: Program, act: Callable[[Program], None]) -> di
     Returns:
       What takes the place of results that are none any more.
     """
-    renamed: dict[Var, Var] = {}
     calls = [instr for instr in program.instrs if isinstance(instr.op, SubProgram)]
-    _, used = live(program.instrs, [*program.results, *program.new_state]) if calls else ([], set())
+    if not calls:
+        return {}
+    renamed: dict[Var, Var] = {}
+    _, used = live(program.instrs, [*program.results, *program.new_state])
     wanted: dict[SubProgram, set[int]] = {}
     for instr in calls:
         wanted.setdefault(instr.op, set()).update(n for n, var in enumerate(instr.out) if var in used)
-    others = {one: _Rewritten.of(one, sorted(places), act) for one, places in wanted.items()}
-    for instr in program.instrs if calls else ():
+    others = {one: _rewritten(one, sorted(places), act) for one, places in wanted.items()}
+    for instr in program.instrs:
         rename(instr, renamed)
         if instr.op in others:
-            others[instr.op].replaces(instr, renamed)
-    if calls:
-        program.instrs = [one for one in program.instrs if one.out or not isinstance(one.op, SubProgram)]
+            given, *later = instr.args
+            every = [*given, *instr.out]
+            instr.op, reads, makes, same = others[instr.op]
+            renamed |= {every[number]: every[place] for number, place in same.items()}
+            instr.takes(([given[number] for number in reads], *later))
+            instr.gives([every[number] for number in makes])
+            instr.writes = tuple(var for var in instr.writes if var in instr.outputs())
+    program.instrs = [one for one in program.instrs if one.out or not isinstance(one.op, SubProgram)]
     return renamed
 
 
-@dataclass(frozen=True)
-class _Rewritten:
-    """A sub-program in place of another one.
+def _rewritten(
+    sub_program: SubProgram, wanted: Sequence[int], act: Callable[[Program], None]
+) -> tuple[SubProgram, Sequence[int], Sequence[int], Mapping[int, int]]:
+    """Rewrite a sub-program. What it is given and its results, one after another, have numbers here.
 
-    Attributes:
-      sub_program: The sub-program.
-      reads: Which of what the other one is given it gets.
-      makes: Which of the other's results it computes.
-      same: For each further one of the other's results, which of what is given, followed by the results, it is.
+    Returns:
+      (other, reads, makes, same): the other sub-program, what that is given and its results, and for each further
+      wanted result what it is.
     """
-
-    sub_program: SubProgram
-    reads: Sequence[int]
-    makes: Sequence[int]
-    same: Mapping[int, int]
-
-    @classmethod
-    def of(cls, sub_program: SubProgram, wanted: Sequence[int], act: Callable[[Program], None]) -> _Rewritten:
-        part = sub_program.program().twin()
-        part.outputs = [part.outputs[number] for number in wanted]
-        act(part)
-        count = len(part.inputs)
-        places = {var: number for number, var in enumerate(part.inputs)}
-        found = [places.setdefault(var, count + n) for n, var in zip(wanted, part.outputs, strict=True)]
-        same = {n: place for n, place in zip(wanted, found, strict=True) if place != count + n}
-        makes = {var: place - count for var, place in places.items() if place >= count}
-        calls, used = live(part.instrs, makes)
-        reads = [number for number, var in enumerate(part.inputs) if var in used]
-        own = sub_program.with_calls(calls, [part.inputs[number] for number in reads], list(makes))
-        return cls(own, reads, list(makes.values()), same)
-
-    def replaces(self, instr: Instr, renamed: dict[Var, Var]) -> None:
-        """Make a call of the other sub-program one of this, and note which results are now what else."""
-        given, *later = instr.args
-        every = [*given, *instr.out]
-        renamed |= {instr.out[number]: every[place] for number, place in self.same.items()}
-        instr.op = self.sub_program
-        instr.takes(([given[number] for number in self.reads], *later))
-        instr.gives([instr.out[number] for number in self.makes])
-        instr.writes = tuple(var for var in instr.writes if var in instr.outputs())
+    part = sub_program.program().twin()
+    count, results = len(part.inputs), part.outputs
+    part.outputs = [results[number] for number in wanted]
+    act(part)
+    places = {var: number for number, var in enumerate(part.inputs)}
+    found = {
+        count + n: places.setdefault(var, count + n) for n, var in zip(wanted, part.outputs, strict=True)
+    }
+    makes = {var: place for var, place in places.items() if place >= count}
+    calls, used = live(part.instrs, makes)
+    reads = [number for number, var in enumerate(part.inputs) if var in used]
+    other = sub_program.with_calls(calls, [part.inputs[number] for number in reads], list(makes))
+    return other, reads, list(makes.values()), {one: place for one, place in found.items() if place != one}
 
 
 def rename(instr: Instr, renamed: Mapping[Var, Var]) -> None:
@@ -187,13 +176,11 @@ def rename(instr: Instr, renamed: Mapping[Var, Var]) -> None:
 
 def calls_of(instrs: Iterable[Instr]) -> list[Instr]:
     """Return calls with those that a call of a sub-program stands for in its place."""
-    out: list[Instr] = []
-    for instr in instrs:
-        if isinstance(instr.op, SubProgram):
-            out += instr.op.unrolled(instr)
-        else:
-            out.append(instr)
-    return out
+    return [one for instr in instrs for one in _unrolled(instr)]
+
+
+def _unrolled(instr: Instr) -> list[Instr]:
+    return instr.op.unrolled(instr) if isinstance(instr.op, SubProgram) else [instr]
 
 
 def unrolled(program: Program) -> Program:
@@ -201,18 +188,20 @@ def unrolled(program: Program) -> Program:
     return replace(program, instrs=calls_of(program.instrs))
 
 
+def inside_of(instrs: Iterable[Instr]) -> Iterator[Instr]:
+    """Yield calls, in place of one of a sub-program the calls inside of it, with the variables of its own."""
+    for instr in instrs:
+        yield from instr.op.calls if isinstance(instr.op, SubProgram) else [instr]
+
+
 def each_once(instrs: Iterable[Instr]) -> Iterator[Instr]:
     """Yield calls, those of each sub-program once, with the variables of its own."""
-    for one in dict.fromkeys(instr.op if isinstance(instr.op, SubProgram) else instr for instr in instrs):
-        yield from one.calls if isinstance(one, SubProgram) else [one]
+    first = {instr.op if isinstance(instr.op, SubProgram) else instr: instr for instr in instrs}
+    return inside_of(first.values())
 
 
 def first_unrolled(program: Program) -> Program:
     """Return a program with the ATen calls of each sub-program at its first call."""
-    seen = set[Any]()
-    out: list[Instr] = []
-    for instr in program.instrs:
-        first = isinstance(instr.op, SubProgram) and instr.op not in seen
-        out += instr.op.unrolled(instr) if first else [instr]
-        seen.add(instr.op)
-    return replace(program, instrs=out)
+    first = {instr.op: instr for instr in reversed(program.instrs)}
+    every = (_unrolled(instr) if first[instr.op] is instr else [instr] for instr in program.instrs)
+    return replace(program, instrs=[one for calls in every for one in calls])

@@ -7,10 +7,8 @@ that nobody looks at.
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Set
-from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -48,8 +46,7 @@ class Variables:
         self._of: dict[int, Var] = {}
         self._numbers: dict[int, int] = {}
         self._memory: dict[int, Tensor] = {}  # by number of the storage, a tensor in it
-        # Of storages without tensors: the number of the first, and those that have as many bytes, in order.
-        self._alike: list[tuple[int, range]] = []
+        self._sizes: dict[int, int] = {}  # by number of the storage, its bytes
         self._made: dict[Var, Tensor] = {}
 
     def get(self, tensor: Tensor) -> Var | None:
@@ -69,6 +66,7 @@ class Variables:
             self._numbers[storage._cdata], self.storages = self.storages, self.storages + 1
         number = self._numbers[storage._cdata]
         self._memory.setdefault(number, tensor)
+        self._sizes.setdefault(number, storage.nbytes())
         spec = BufferSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
         fills = storage.nbytes() == spec.nbytes
         var = Var(self.count, spec, number, int(tensor.storage_offset()), fills)
@@ -83,31 +81,27 @@ class Variables:
           The first of the variables' numbers, and the first of the storages'.
         """
         first = self.count, self.storages
-        self._alike.append((self.storages, storages))
+        for number, alike in enumerate(storages, self.storages):
+            self._sizes[number] = self._sizes[alike]
         self.count, self.storages = self.count + count, self.storages + len(storages)
         return first
 
     def tensor(self, value: Tensor | Var) -> Tensor:
         """Return a tensor that stands for a variable that came without one; a tensor as it is."""
-        return value if isinstance(value, Tensor) else self._tensor(value)
-
-    def _tensor(self, var: Var) -> Tensor:
-        if var not in self._made:
+        if isinstance(value, Tensor):
+            return value
+        if value not in self._made:
             with _disable_current_modes(), torch._C.DisableTorchFunction(), self._mode, torch.no_grad():
-                self._made[var] = tensor = self._in_memory(var)
-            self._numbers[storage_key(tensor)] = var.storage
-            self._memory.setdefault(var.storage, tensor)
-            self._stands(tensor, var)
-        return self._made[var]
+                self._made[value] = tensor = self._in_memory(value)
+            self._numbers[storage_key(tensor)] = value.storage
+            self._memory.setdefault(value.storage, tensor)
+            self._stands(tensor, value)
+        return self._made[value]
 
     def _in_memory(self, var: Var) -> Tensor:
         spec, memory = var.spec, self._memory.get(var.storage)
-        if memory is None and var.fills:
-            return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
         if memory is None:
-            start, storages = self._alike[bisect_right(self._alike, var.storage, key=itemgetter(0)) - 1]
-            size = self._memory[storages[var.storage - start]].untyped_storage().nbytes()
-            memory = torch.empty(size, dtype=torch.uint8, device=spec.device)
+            memory = torch.empty(self._sizes[var.storage], dtype=torch.uint8, device=spec.device)
         empty = torch.empty(0, dtype=spec.dtype, device=spec.device)
         return empty.set_(memory.untyped_storage(), var.offset, spec.shape, spec.stride)
 

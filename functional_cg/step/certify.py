@@ -22,7 +22,6 @@ from ..concurrency.interrupts import held_back, uninterrupted
 from ..errors import CaptureError
 from ..options import Certify
 from ..shards.peers import on_any
-from ..stages.lower.functions import FunctionsPlan
 from ..stages.plan import Backend, Before, Buffers, Replay, Run
 from ..stages.run.capture import CUDABackend
 from ..stages.run.memory import scratch
@@ -60,7 +59,7 @@ def certify(
     _refuse_refuted(lowered)
     start, mesh = time.perf_counter(), lowered.mesh
     plan = lowered.plan
-    kind = TrialOfFunctions if isinstance(plan, FunctionsPlan) and plan.one_by_one else Trial
+    kind = TrialOfFunctions if plan.one_by_one else Trial
     trial = kind(lowered.reference, lowered.plan, partial(on_any, mesh, lowered.name))
     with backend.aside() if isinstance(backend, CUDABackend) else contextlib.nullcontext():
         trial.rehearse(buffers, scratch(buffers, lowered.reference.unchecked.slots).slots)

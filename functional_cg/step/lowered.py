@@ -489,7 +489,7 @@ class Lowered(metaclass=Documented):
         plan = self.plan.schedule
         calls = count(len(plan.head) + len(plan.fused), "ATen call")
         fused = f", {len(plan.fused)} of them in place" if plan.fused else ""
-        into = "one function" if self.plan.functions == 1 else f"{self.plan.functions} functions"
+        into = "one function" if len(self.plan.heads) == 1 else f"{len(self.plan.heads)} functions"
         how = f"{calls}{fused}, compiled into {into}" if self.plan.compiled else f"{calls}{fused}"
         copied = len(plan.commits) if self.plan.copies else len(plan.staged)
         twice = f", {len(plan.staged)} of them twice" if plan.staged else ""

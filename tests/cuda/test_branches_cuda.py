@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import functional_cg as fcg
-from functional_cg.stages.plan import AtenPlan
+from functional_cg.stages.plan import Plan
 from functional_cg.stages.run.capture import CUDABackend
 from functional_cg.testing import assert_trees_all_equal
 from tests.branched import schedules
@@ -182,7 +182,7 @@ def test_a_capture_in_branches_that_fails_leaves_the_streams_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The caller's stream is current again, the state is as it was, and the next step is captured."""
-    names = AtenPlan._names
+    names = Plan._names
 
     def raises_in_a_capture(value: Tensor) -> Tensor:
         if torch.cuda.is_current_stream_capturing():
@@ -199,7 +199,7 @@ def test_a_capture_in_branches_that_fails_leaves_the_streams_in_order(
     state = fcg.place({"a": torch.eye(4, device=DEVICE), "b": torch.eye(4, device=DEVICE)})
     kept, step = fcg.snapshot(state), fcg.graph_step(two, lowering="aten", branches=2)
     with monkeypatch.context() as patch:
-        patch.setattr(AtenPlan, "_names", breaking)
+        patch.setattr(Plan, "_names", breaking)
         with pytest.raises(fcg.CaptureError, match="no room"):
             step(state, x)
     assert torch.cuda.current_stream() == before

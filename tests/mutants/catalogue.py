@@ -83,8 +83,8 @@ MUTANTS = (
         "a compiled host step writes the state while it computes: what raises later leaves it half written",
         (
             (
-                "    in_place = compiler is None and (on_gpu or on_lanes)\n",
-                "    in_place = compiler is None\n",
+                "        in_place = compiler is None and (on_gpu or lanes)\n",
+                "        in_place = compiler is None\n",
             ),
         ),
         (

@@ -35,7 +35,7 @@ PARTS = (
     Mutant(
         "N142",
         "a part writes a leaf that a later part reads",
-        (("        if number[home] >= last.get(old.storage, 0):\n", "        if number[home] >= 0:\n"),),
+        (("home >= last.get(old.storage, 0)", "home >= 0"),),
         (f"{TESTS}test_a_leaf_is_written_after_its_last_reader",),
         no_gpu=NO_GPU,
     ),

@@ -128,7 +128,7 @@ PIPELINES = (
         "a function that is compiled for a stage is compared with its calls on the first micro-batch alone",
         (
             (
-                "            if counts[head] in (1, last):\n",
+                "            if counts[head] in (1, self.heads[head]):\n",
                 "            if counts[head] == 1:\n",
             ),
         ),

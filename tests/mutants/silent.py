@@ -601,8 +601,8 @@ SILENT = (
         "strides that a compiled function asserts are no reason to refuse a step",
         (
             (
-                "        except AssertionError as error:\n            raise _gave_up",
-                "        except LookupError as error:\n            raise _gave_up",
+                "    except AssertionError as error:\n        raise _gave_up",
+                "    except LookupError as error:\n        raise _gave_up",
             ),
         ),
         (

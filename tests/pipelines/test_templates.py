@@ -18,7 +18,7 @@ from functional_cg import optim, sharding
 from functional_cg.ambient.rehearsal import repeated, tensor_of
 from functional_cg.shards.mesh import Axis, Mesh
 from functional_cg.stages.blocks import Blocks
-from functional_cg.stages.plan import AtenPlan, Buffers, lower_aten
+from functional_cg.stages.plan import Buffers, Plan, lower_aten
 from functional_cg.stages.program import Instr, Program, Var
 from functional_cg.stages.run.reserve import events
 from functional_cg.stages.schedule import Schedule, schedule
@@ -198,7 +198,7 @@ def test_a_template_frees_what_it_is_given_after_its_last_use() -> None:
 
     template = SubProgram("block", [d], [call(first, d, e), call(second, e, f)], [f])
     program = Program("step", [], [], [a], outputs=[c])
-    plan = AtenPlan(program, Schedule([call(maker, a, b), template.call([b], [c], (0, 0))], outputs=[c]))
+    plan = Plan(program, Schedule([call(maker, a, b), template.call([b], [c], (0, 0))], outputs=[c]))
     taken = maker.__call__
 
     def made_by(one: Tensor) -> Sequence[Tensor]:

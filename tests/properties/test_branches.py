@@ -285,9 +285,9 @@ def test_a_kernel_that_returns_other_memory_than_traced_runs_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A kernel that returns its argument, where the trace saw a new tensor: order would not follow memory."""
-    from functional_cg.stages.plan import AtenPlan
+    from functional_cg.stages.plan import Plan
 
-    names = AtenPlan._names
+    names = Plan._names
 
     def lying(self: Any, *given: Any) -> Any:
         return {**names(self, *given), "op_aten_relu_default": lambda value: value}
@@ -297,7 +297,7 @@ def test_a_kernel_that_returns_other_memory_than_traced_runs_in_one_line(
         return {**state, "a": value.relu() + 1, "b": value.sum(0) + state["b"]}, {}
 
     step = branched(kept)
-    monkeypatch.setattr(AtenPlan, "_names", lying)
+    monkeypatch.setattr(Plan, "_names", lying)
     step(start(), torch.ones(4, 4))
     assert "branches: none, the kernel of `relu` returns other memory than its trace says" in step.explain()
 

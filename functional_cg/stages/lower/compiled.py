@@ -23,12 +23,12 @@ from ..passes.equal_calls import share_equal_calls
 from ..passes.out_of_place import write_out_of_place
 from ..passes.recompute import keep_as_buffers, recompute
 from ..passes.summed_products import join_summed_products
-from ..plan import AtenPlan, Plan, Spread, lower_aten
+from ..plan import Plan
 from ..program import Program
 from ..schedule import schedule
 from ..sub_programs import SubProgram, calls_of
 from ..trial.reference import Reference
-from .functions import Compiler, FunctionsPlan, checked, collects, whole
+from .functions import Compiler, checked, collects, whole
 from .in_place import SMALL, InPlacePlan, largest
 from .inductor import start_workers
 from .known_masks import use_known_masks
@@ -36,7 +36,6 @@ from .parts import by_sub_programs, in_parts
 
 __all__ = ["announce", "lower", "prepare", "without_lanes"]
 
-_FULL = "its values are so large that each kernel fills the device"
 _PAYS = 1000  # calls that need not be compiled, ten seconds: worth parts that nobody asked for
 _LARGE = 2**20  # bytes: recomputing or storing a smaller value takes a kernel longer than it is worth
 
@@ -48,7 +47,19 @@ def announce(device: torch.device, options: Options) -> None:
 
 
 def lower(program: Program, device: torch.device, options: Options, reference: Reference) -> Plan:
-    """Lower a rewritten program.
+    """Lower a rewritten program: the first row that fits says how.
+
+    ===========================================  ============================================================
+    program, ``lowering=``, device               plan
+    ===========================================  ============================================================
+    no calls; ``"aten"``; ``"auto"`` on a CPU    the ATen calls, in one line or on lanes
+    stages of a pipeline                         a function for each sub-program, among ATen calls
+    equal parts, with ``compile_once``           a function for each kind of part; on a GPU it writes the slots
+    inductor, on a GPU or for lanes              one function that writes the slots, in one line or on lanes
+    another compiler; inductor on a CPU          one function that writes no slot, then the commit in ATen calls
+    ===========================================  ============================================================
+
+    Lanes on a CPU are simulated ones, which stand for a GPU.
 
     Args:
       program: The program.
@@ -57,51 +68,44 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
       reference: The program as traced, which finds the user's line for an exception from a compiled function.
     """
     on_gpu, choice, auto = device.type == "cuda", options.lowering, options.branches == "auto"
+    compiler = None if isinstance(choice, str) else choice
     asked = options.branches != 1 and options.compile_once is not True
-    why = without_lanes(device, options.backend) if asked else ""
-    lanes, told = asked and not why, ""
-    if lanes and auto:
-        told = _not_unasked(program)
-        lanes = not told
-    if choice == "aten" or (choice == "auto" and not on_gpu):
+    backend_lacks = without_lanes(device, options.backend) if asked else ""
+    why = _in_one_line(program, options) if asked and not backend_lacks else ""
+    lanes = asked and not (backend_lacks or why)
+    held = sum(
+        var.spec.nbytes for var in (*program.slots, *program.inputs, *(c.var for c in program.constants))
+    )
+    spread = partial(choose, asked=options.branches, held=held, memory=options.branch_memory)
+    if not program.instrs or choice == "aten" or (choice == "auto" and not on_gpu):
         if lanes:
             program.instrs = calls_of(program.instrs)
-            beside_collectives(program, device, _held(program), options.branch_memory)
-            return AtenPlan(program, schedule(program), _spread(program, options))
-        plan: Plan = lower_aten(program)
-    elif not program.instrs:
-        plan = lower_aten(program)  # there is nothing to compile
+            beside_collectives(program, device, held, options.branch_memory)
+        plan = Plan(program, schedule(program), spread=spread if lanes else None)
+    elif _in_stages(program):
+        plan = by_sub_programs(program, device, compiler, reference)
     else:
-        plan = _compiled(program, device, options, reference, lanes=lanes)
-    if told or (asked and not auto and not plan.branches):
-        plan.branches = f"branches: none, {told or why or 'with this lowering it runs in one line'}"
-    return plan
-
-
-def _compiled(
-    program: Program, device: torch.device, options: Options, reference: Reference, *, lanes: bool
-) -> Plan:
-    on_gpu, choice = device.type == "cuda", options.lowering
-    compiler = None if isinstance(choice, str) else choice
-    if _in_stages(program):
-        return by_sub_programs(program, device, compiler, reference)
-    on_lanes = lanes and compiler is None  # on a CPU, simulated ones: it stands for a GPU
-    if on_gpu or on_lanes:
-        prepare(program, budget=options.activation_memory_budget)
-    if on_lanes:
-        beside_collectives(program, device, _held(program), options.branch_memory)
-    in_place = compiler is None and (on_gpu or on_lanes)
-    why = _fills_a_line(program, options) if in_place and lanes else ""
-    spread = _spread(program, options) if in_place and lanes and not why else None
-    unasked = options.compile_once == "auto" and in_place and spread is None
-    if options.compile_once is True or (unasked and len(program.instrs) > _PAYS):
-        least = _PAYS if unasked else 0
-        parted = in_parts(program, device, compiler, reference, in_place=in_place, least=least)
+        in_place = compiler is None and (on_gpu or lanes)
+        if on_gpu or in_place:
+            prepare(program, budget=options.activation_memory_budget)
+        if in_place and lanes:
+            beside_collectives(program, device, held, options.branch_memory)
+            why = _in_one_line(program, options, compiled=True)
+        on_lanes = in_place and lanes and not why
+        pays = in_place and not on_lanes and len(program.instrs) > _PAYS
+        parted = None
+        if options.compile_once is True or (options.compile_once == "auto" and pays):
+            least = 0 if options.compile_once is True else _PAYS
+            parted = in_parts(program, device, compiler, reference, in_place=in_place, least=least)
         if parted is not None:
-            return parted
-    if not in_place:
-        return _as_head(program, device, compiler, reference)
-    return InPlacePlan(program, device, spread, why)
+            plan = parted
+        elif in_place:
+            plan = InPlacePlan(program, device, spread if on_lanes else None)
+        else:
+            plan = _as_head(program, device, compiler, reference)
+    if asked and (why or not auto) and not plan.branches:
+        plan.branches = f"branches: none, {why or backend_lacks or 'with this lowering it runs in one line'}"
+    return plan
 
 
 def _in_stages(program: Program) -> bool:
@@ -124,35 +128,25 @@ def without_lanes(device: torch.device, backend: Any) -> str:
     return ""
 
 
-def _spread(program: Program, options: Options) -> Spread:
-    """Return what chooses which units run side by side: those that pay."""
-    return partial(choose, asked=options.branches, held=_held(program), memory=options.branch_memory)
+def _in_one_line(program: Program, options: Options, *, compiled: bool = False) -> str:
+    """Return why a program runs in one line, from what is known before it is compiled; empty if it may not.
 
+    A step whose lanes nobody asked for is rehearsed and measured before its capture. So ranks would have to agree on
+    that, or one would wait for the others.
 
-def _held(program: Program) -> int:
-    """Return the bytes that a step holds besides temporaries."""
-    held = (*program.slots, *program.inputs, *(c.var for c in program.constants))
-    return sum(var.spec.nbytes for var in held)
-
-
-def _fills_a_line(program: Program, options: Options) -> str:
-    """Return why a compiled step is not worth lanes, from what is known before it is compiled; empty if it may be."""
-    if largest(program) > SMALL:
-        return _FULL
-    if options.branches == "auto" and torch.are_deterministic_algorithms_enabled():
-        return "since algorithms have to be deterministic, and a measurement chooses lanes"
-    return in_advance(in_line(launches_of(program)), options.branches)
-
-
-def _not_unasked(program: Program) -> str:
-    """Return why a program runs in one line if nobody asks for a number of lanes, whatever its calls take.
-
-    A step on lanes is rehearsed and measured before its capture. So ranks have to agree on that, or one would wait for
-    the others.
+    Args:
+      program: The program.
+      options: The options of the step.
+      compiled: Whether it is ready to be compiled; else what it says holds for ATen calls, too.
     """
-    if collects(program) or _in_stages(program):
+    auto = options.branches == "auto"
+    if auto and (collects(program) or _in_stages(program)):
         return "beside collectives a number of lanes has to be asked for"
-    return _FULL if largest(program) > SMALL else ""
+    if (auto or compiled) and largest(program) > SMALL:
+        return "its values are so large that each kernel fills the device"
+    if compiled and auto and torch.are_deterministic_algorithms_enabled():
+        return "since algorithms have to be deterministic, and a measurement chooses lanes"
+    return in_advance(in_line(launches_of(program)), options.branches) if compiled else ""
 
 
 def prepare(program: Program, *, budget: float | None = None, large: int = _LARGE) -> None:
@@ -171,14 +165,12 @@ def prepare(program: Program, *, budget: float | None = None, large: int = _LARG
     keep_as_buffers(program, large=large)
 
 
-def _as_head(
-    program: Program, device: torch.device, compiler: Compiler | None, reference: Reference
-) -> FunctionsPlan:
+def _as_head(program: Program, device: torch.device, compiler: Compiler | None, reference: Reference) -> Plan:
     """Return a plan that runs a compiled function that writes no slot, then the commit of the ATen lowering."""
     scheduled = schedule(program)
     plan = replace(scheduled, head=checked(program, scheduled.head, compiler, device))
     # A compiler drops calls without results, so checks run outside of it, before the commit.
     checks = [instr for instr in plan.head if instr.checks]
     plan = replace(plan, head=[instr for instr in plan.head if not instr.checks])
-    head, runs = whole(program, plan, checks, compiler, device, in_place=False)
-    return FunctionsPlan(program, scheduled, runs, device, [head], raised_at=reference.raises_at)
+    _, runs = whole(program, plan, checks, compiler, device, in_place=False)
+    return Plan(program, scheduled, runs, raised_at=reference.raises_at)

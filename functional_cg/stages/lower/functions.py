@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,24 +15,23 @@ from ...ambient.modes import ordinary, without_gradients
 from ...errors import CaptureError
 from ...errors.words import words_of
 from ...shards.transfers import is_between_ranks
-from ...state.outline import count
 from ...tensors.overlap import storage_key
+from ..fx_passes.cross_entropy import rewrite_losses
+from ..fx_passes.logits import has_large_logits
+from ..fx_passes.products import batch_gradients
 from ..layouts import laid_out
 from ..passes.bounds import check_values
 from ..passes.equal_calls import frozen, frozen_call
-from ..plan import AtenPlan, Buffers
-from ..program import Instr, Program, Var, highest
+from ..plan import by_itself
+from ..program import Instr, Program, Var, highest, layouts_of
 from ..schedule import Schedule
-from ..sub_programs import SubProgram
 from ..trial.judge import miscompiled
-from ..trial.trial import See
-from .arguments import by_itself, like, tensors_of
 from .graph import Entrance, build_graph
 from .inductor import compile_graph
 
 __all__ = [
-    "Compiler", "FunctionsPlan", "Head", "Part", "Results", "by_inductor", "checked", "collects", "compiled_once",
-    "grouped", "whole",
+    "Compiler", "Head", "Part", "Results", "by_inductor", "checked", "collects", "compiled_once",
+    "grouped", "suit_one_line", "whole",
 ]  # fmt: skip
 
 Compiler = Callable[..., Any]
@@ -56,13 +53,14 @@ def by_inductor(
     except Exception as error:  # it promises no type: passes before inductor assert
         raise _gave_up(name, error) from error
 
-    def run(*given: Tensor) -> Any:
-        try:
-            return compiled(*given)
-        except AssertionError as error:
-            raise _gave_up(name, error) from error
+    return partial(_reported, name, compiled)
 
-    return run
+
+def _reported(name: str, compiled: Callable[..., Any], *given: Tensor) -> Any:
+    try:
+        return compiled(*given)
+    except AssertionError as error:
+        raise _gave_up(name, error) from error
 
 
 def _gave_up(name: str, error: Exception) -> CaptureError:
@@ -85,6 +83,7 @@ class Results:
 
     def __init__(self, name: str, expected: Sequence[Var], program: Program | None = None) -> None:
         self._name, self._expected, self._program = name, expected, program
+        self._dense = list(map(_is_dense, expected))
         # Places of results in other strides; None before the first run.
         self._turned: list[int] | None = None
 
@@ -102,7 +101,7 @@ class Results:
             self._turned = [
                 place
                 for place, (var, one) in enumerate(zip(self._expected, results, strict=False))
-                if _is_dense(var) and _as_traced(one, var) is not one
+                if self._dense[place] and _as_traced(one, var) is not one
             ]
         if not self._turned:
             return results
@@ -141,13 +140,8 @@ def _is_flat(result: Tensor, var: Var) -> bool:
 
 def _is_dense(var: Var) -> bool:
     """Whether a value has no gaps and shares no element; copies of others are made so."""
-    pairs = [(step, size) for size, step in zip(var.spec.shape, var.spec.stride, strict=True) if size != 1]
-    reach = 1
-    for step, size in sorted(pairs):
-        if step != reach:
-            return False
-        reach *= size
-    return True
+    lies = torch.empty_strided(var.spec.shape, var.spec.stride, device="meta")
+    return torch.empty_like(lies).stride() == lies.stride()
 
 
 class Head:
@@ -166,7 +160,6 @@ class Head:
       metrics: How many of its first results leave the step; each of these gets separate memory.
       in_order: Whether calls between ranks keep their order.
       small: Whether its run time is bound by launches.
-      suit: Rewrites the graph in place.
 
     Attributes:
       graph: What to compile.
@@ -194,14 +187,16 @@ class Head:
         metrics: int = 0,
         in_order: bool = True,
         small: bool = False,
-        suit: Callable[[fx.Graph], object] | None = None,
     ) -> None:
         given, of_part = entrance or Entrance([], {}, []), entrance is None
-        self.part, self.takes, self._metrics, self._known = part, given.takes(part), metrics, compiler is None
+        self.device, self.part, self.takes, self._metrics, self._known = (
+            device,
+            part,
+            given.takes(part),
+            metrics,
+            compiler is None,
+        )
         self.graph = build_graph(part, plan, given, handed_on=handed_on, writes=writes, as_traced=of_part)
-        if suit is not None:
-            suit(self.graph.graph)
-            self.graph.recompile()
         on_host = device.type == "cpu"
         self._compiler = compiler or partial(
             by_inductor, step, on_host=on_host, small=small, in_order=in_order
@@ -214,14 +209,10 @@ class Head:
     def __str__(self) -> str:
         return f"compiled.{self.part.function.replace(' ', '_')}"
 
-    def compile(self, known: Mapping[Var, Tensor], **options: bool) -> None:
-        """Compile it, unless it is; for those of its arguments that are known, and for others of their layout."""
-        if self.compiled is not None:
-            return
-        arguments = [by_itself(known[var]) if var in known else like(var) for var in self.takes]
-        with ordinary():
-            without_gradients()
-            self.compiled = self._compiler(self.graph, arguments, **options)
+    def compile(self, known: Mapping[Var, Tensor], **options: bool) -> Callable[..., Any]:
+        """Compile it for those of its arguments that are known, and for others of their layout."""
+        arguments = [by_itself(known[var]) if var in known else _like(var) for var in self.takes]
+        return self._compiler(self.graph, arguments, **options)
 
     def __call__(self, *arguments: Tensor) -> list[Tensor]:
         assert self.compiled is not None
@@ -239,6 +230,12 @@ class Head:
         if self.after is not None:
             self.after(arguments, apart)
         return apart
+
+
+def _like(var: Var) -> Tensor:
+    """Return a tensor with the layout of a variable, of any values."""
+    spec = var.spec
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
 
 
 @dataclass(eq=False)
@@ -271,32 +268,15 @@ class Part:
         Args:
           slots: The slots of the program.
         """
-        numbers: dict[Var, int] = {}
-        memory: dict[int, int] = {}
-        for var in (*self.inputs, *(made for instr in self.calls for made in instr.outputs())):
-            numbers.setdefault(var, len(numbers))
-            memory.setdefault(var.storage, len(memory))
-        start: dict[int, int] = {}
-        for var in numbers:
-            start.setdefault(var.storage, var.offset)
-        strided = any(
-            instr.op is _AS_STRIDED for instr in self.calls
-        )  # its offset counts from the first element
-        layouts = tuple(
-            (
-                var.spec,
-                memory[var.storage],
-                var.offset - (0 if strided else start[var.storage]),
-                var.offset * var.spec.dtype.itemsize % _ALIGNMENT,
-                var.fills,
-                var in slots,
-            )
-            for var in numbers
-        )
+        made = (var for instr in self.calls for var in instr.outputs())
+        numbers = {var: number for number, var in enumerate(dict.fromkeys([*self.inputs, *made]))}
+        # The offset of `as_strided` counts from where the memory begins.
+        part = 2**63 if any(instr.op is _AS_STRIDED for instr in self.calls) else _ALIGNMENT
+        places = tuple((var.offset * var.spec.dtype.itemsize % part, var in slots) for var in numbers)
         calls = tuple(frozen_call(instr, numbers.__getitem__) for instr in self.calls)
-        made = [(instr.out, instr.writes) for instr in self.calls]
-        others = frozen([made, self.outputs, self.commits], numbers.__getitem__)
-        return len(self.inputs), self.metrics, layouts, calls, others
+        results = [(instr.out, instr.writes) for instr in self.calls]
+        others = frozen([results, self.outputs, self.commits], numbers.__getitem__)
+        return len(self.inputs), self.metrics, layouts_of(numbers), places, calls, others
 
 
 def grouped(parts: Iterable[Part], slots: Collection[Var] = ()) -> list[list[Part]]:
@@ -313,8 +293,8 @@ def compiled_once(
     device: torch.device,
     step: str,
     **options: Any,
-) -> tuple[list[Head], dict[Part, list[Instr]]]:
-    """Return a function for each group of equal parts, and for each part what calls it.
+) -> dict[Part, list[Instr]]:
+    """Make a function for each group of equal parts; return for each part what calls it.
 
     Args:
       alike: The groups.
@@ -323,18 +303,17 @@ def compiled_once(
       step: Likewise.
       options: Likewise.
     """
-    heads: list[Head] = []
     calls: dict[Part, list[Instr]] = {}
-    for first, *others in alike:
-        name = first.name or f"part_{len(heads) + 1}"
+    for number, (first, *others) in enumerate(alike, 1):
+        name = first.name or f"part_{number}"
         part = Program(name, [], [], first.inputs, instrs=first.calls, outputs=[*first.outputs])
         computed = Schedule(checked(part, first.calls, compiler, device), outputs=first.outputs)
         given: Any = {"writes": first.commits, "metrics": first.metrics, **options}
-        heads.append(Head(part, computed, compiler, device, step, **given))
+        head = Head(part, computed, compiler, device, step, **given)
         for one in (first, *others):
-            call = Instr(heads[-1], tuple(one.inputs), {}, one.outputs, (), None)
+            call = Instr(head, tuple(one.inputs), {}, one.outputs, (), None)
             calls[one] = [*one.before, call, *one.after]
-    return heads, calls
+    return calls
 
 
 def whole(
@@ -384,6 +363,15 @@ def whole(
     return head, Schedule(calls, fused, [(old, names[value]) for old, value in outside], outputs=outputs)
 
 
+def suit_one_line(head: Head, program: Program, *, small: bool = False) -> None:
+    """Rewrite what a function computes as suits one line; on lanes, weight gradients run beside the others' chain."""
+    if small:
+        batch_gradients(head.graph.graph)
+    elif has_large_logits(program):
+        rewrite_losses(head.graph.graph)
+    head.graph.recompile()
+
+
 def collects(program: Program) -> bool:
     """Whether a program has collectives or transfers."""
     return any(is_between_ranks(instr.op) for instr in program.instrs)
@@ -394,76 +382,3 @@ def checked(
 ) -> list[Instr]:
     """Return calls with the checks that inductor's kernels lack on a host."""
     return check_values(part, calls) if device.type == "cpu" and compiler is None else calls
-
-
-class FunctionsPlan(AtenPlan):
-    """Runs compiled functions among ATen calls, in the order of a schedule.
-
-    Args:
-      program: The program.
-      plan: Its schedule.
-      runs: The same, with calls of compiled functions in place of those that they compute.
-      device: Where it runs.
-      heads: The functions.
-      copies: As for :class:`Plan`, like ``shared``.
-      shared: Likewise.
-      one_by_one: Whether each function is compared with its calls by itself.
-      options: As for :class:`AtenPlan`.
-    Attributes:
-      times: How often a run calls each of the functions.
-    """
-
-    compiled = True
-
-    def __init__(
-        self,
-        program: Program,
-        plan: Schedule,
-        runs: Schedule,
-        device: torch.device,
-        heads: Sequence[Head],
-        *,
-        copies: bool = True,
-        shared: Sequence[str] = (),
-        one_by_one: bool = False,
-        **options: Any,
-    ) -> None:
-        super().__init__(program, runs, **options)
-        self._device, self._heads, self.functions = device, heads, len(heads)
-        self.schedule, self.copies, self.shared, self.one_by_one = plan, copies, shared, one_by_one
-        runs_of = (instr.op.calls if isinstance(instr.op, SubProgram) else [instr] for instr in runs.head)
-        calls = Counter(instr.op for every in runs_of for instr in every if isinstance(instr.op, Head))
-        self.times = [calls[head] for head in heads]
-
-    def as_text(self) -> str:
-        pairs = zip(self._heads, self.times, strict=True)
-        texts = [f"{head}, which runs {count(times, 'time')}:\n{head.graph.code}" for head, times in pairs]
-        return "\n".join([*texts, super().as_text()])
-
-    def _tensors(self, buffers: Buffers) -> dict[Var, Tensor]:
-        known = tensors_of(self.program, buffers, self._device)
-        self._compile(known)
-        return {var: by_itself(tensor) for var, tensor in known.items()}
-
-    def _compile(self, known: Mapping[Var, Tensor]) -> None:
-        """Compile the functions, given the tensors that are there before a run."""
-        for head in self._heads:
-            head.compile(known)
-
-    @contextlib.contextmanager
-    def watched(self, see: See) -> Iterator[None]:
-        """Show the first and the last call that a run makes of each function: ``see(part, arguments, results)``."""
-        counts = Counter[Head]()
-
-        def after(head: Head, last: int, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-            counts[head] += 1
-            if counts[head] in (1, last):
-                see(head.part, arguments, results)
-
-        try:
-            for head, times in zip(self._heads, self.times, strict=True):
-                head.after = partial(after, head, times)
-            yield
-        finally:
-            for head in self._heads:
-                head.after = None

@@ -8,26 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from ...ambient.modes import ordinary, without_gradients
-from ...concurrency.interrupts import uninterrupted
 from ..branches.launches import Launches, UnknownLaunch
-from ..branches.listing import in_line
+from ..branches.listing import Timeline, in_line
 from ..branches.races import refuse_races
 from ..branches.source import Lanes
 from ..branches.units import Unit
 from ..fx_passes.canonical import pick_by_comparison
-from ..fx_passes.cross_entropy import rewrite_losses
-from ..fx_passes.logits import has_large_logits
-from ..fx_passes.products import batch_gradients
-from ..passes.fused import group_size, split_light, written_pairs
+from ..passes.fused import split_light, written_pairs
 from ..passes.rewrite import clears
-from ..plan import Before, Buffers, Plan, Run, Spread
+from ..plan import Before, Buffers, Plan, Run, Spread, by_itself
 from ..program import Instr, Program, Var
 from ..schedule import Schedule, schedule
-from .arguments import by_itself
-from .functions import FunctionsPlan, collects, whole
+from .functions import collects, suit_one_line, whole
 from .graph import calls_of
 from .inductor import opened
 
@@ -36,20 +30,17 @@ __all__ = ["SMALL", "InPlacePlan", "is_small", "largest"]
 SMALL = 2**24  # bytes of values that leave room on the device for other kernels
 
 
-class InPlacePlan(FunctionsPlan):
+class InPlacePlan(Plan):
     """Runs a compiled function that writes the slots, then the light updates.
 
     Args:
       program: The program.
       device: Where it runs.
       spread: Chooses which of its launches run side by side; None for one line.
-      why: Why it is None; empty if nothing else was asked for.
     """
 
-    def __init__(
-        self, program: Program, device: torch.device, spread: Spread | None = None, why: str = ""
-    ) -> None:
-        self.program, self._spread, self._small = program, spread, is_small(program)
+    def __init__(self, program: Program, device: torch.device, spread: Spread | None = None) -> None:
+        self.program, self._device, self._spread, self._small = program, device, spread, is_small(program)
         # Where launches are what counts, the compiler launches updates together; on lanes, they run beside the others.
         light = split_light(program) if spread is None and not self._small else set()
         plan = schedule(program, fuse=light)
@@ -57,37 +48,18 @@ class InPlacePlan(FunctionsPlan):
         self._light = {f"{instr.name}.{number}": instr for number, instr in enumerate(plan.fused)}
         lists = [instr for instr in plan.fused if not written_pairs(instr)]
         updates = replace(plan, fused=[instr for instr in plan.fused if instr not in lists])
-        given: Any = {"in_place": True, "small": self._small, "suit": self._suit}
-        head, runs = whole(program, updates, lists, None, device, **given)
-        super().__init__(program, plan, runs, device, [head], copies=False, timed=True)
+        self._head, runs = whole(program, updates, lists, None, device, in_place=True, small=self._small)
+        pick_by_comparison(self._head.graph.graph)
+        if spread is None:
+            suit_one_line(self._head, program, small=self._small)
+        self._head.graph.recompile()
+        super().__init__(program, plan, runs, timed=True)
         self.timeline = replace(self.timeline, estimated=spread is not None)
-        self.branches = f"branches: none, {why}" if why else ""
-        if spread is not None:
-            self.branches = "branches: told once it is compiled"
-
-    @property
-    def graph(self) -> fx.GraphModule:
-        """What is compiled."""
-        return self._heads[0].graph
-
-    def as_text(self) -> str:
-        behind = (
-            f"# then {name}: {group_size(one)} leaves, by its own kernel" for name, one in self._light.items()
-        )
-        return "\n".join([str(self.graph.code), *behind])
+        self.branches = "branches: told once it is compiled" if spread is not None else ""
 
     def named_calls(self) -> Mapping[str, Instr]:
         """Return the calls by the names that inductor's kernels have for them, or that :meth:`bind_named` tells."""
-        return {**calls_of(self.graph.graph), **self._light}
-
-    def bind(self, buffers: Buffers, tick: Callable[[], None] = lambda: None) -> Run:
-        launch = super().bind(buffers, tick)
-
-        def run(before: Before) -> Sequence[Tensor]:
-            uninterrupted(before)  # the function writes the state
-            return launch(())
-
-        return run
+        return {**calls_of(self._head.graph.graph), **self._light}
 
     def bind_named(self, buffers: Buffers, tick: Callable[[str | None], None]) -> Run:
         """Bind the plan to buffers, in one line.
@@ -99,18 +71,11 @@ class InPlacePlan(FunctionsPlan):
         names = itertools.cycle([*self._light, None, None][: len(self.ticks)])
         return self.bind(buffers, lambda: tick(next(names)))
 
-    def rehearse(self, buffers: Buffers) -> None:
-        with ordinary():
-            without_gradients()
-            super().rehearse(buffers)
-
     def bind_to(self, buffers: Buffers, lanes: Lanes) -> Run:
         launch = super().bind_to(buffers, lanes)
 
         def run(before: Before) -> Sequence[Tensor]:
-            with ordinary():
-                without_gradients()
-                return self._heads[0].expected.as_traced(launch(before))
+            return self._head.expected.as_traced(launch(before))
 
         return run
 
@@ -119,62 +84,40 @@ class InPlacePlan(FunctionsPlan):
 
     def _scope(self, buffers: Buffers) -> tuple[Mapping[str, Any], Sequence[Tensor]]:
         tensors = self._tensors(buffers)
-        arguments = [tensors[var] for var in self._heads[0].takes]
+        arguments = [tensors[var] for var in self._head.takes]
         # Not part of the graph, where writing to some elements of a result would copy it.
         return self._launches.scope(arguments, clears(self.program, tensors)), arguments
 
     def _compile(self, known: Mapping[Var, Tensor]) -> None:
-        if self._spread is not None and self._heads[0].compiled is None:
-            with ordinary():
-                without_gradients()
-                try:
-                    self._beside(self._spread, known)
-                except BaseException:  # the next call begins anew
-                    self._heads[0].compiled = None
-                    raise
+        head, spread = self._head, self._spread
+        if spread is not None and head.compiled is None:
+            compiled = head.compile(known, beside=True)
+            timeline = self._beside(spread, compiled, known)
+            if timeline.lanes > 1:
+                head.compiled = compiled
+            else:
+                self._spread = None
+                suit_one_line(head, self.program, small=self._small)
+            self.tell(timeline)
         super()._compile(known)
 
-    def _beside(self, spread: Spread, known: Mapping[Var, Tensor]) -> None:
-        """Compile to launches that run side by side; compile nothing if that does not pay."""
-        head, program = self._heads[0], self.program
-        head.compile(known, beside=True)
-        assert head.compiled is not None
-        found, timeline = opened(head.compiled), self.timeline
-        arguments = [by_itself(known[var]) for var in head.takes]
+    def _beside(self, spread: Spread, compiled: Callable[..., Any], known: Mapping[Var, Tensor]) -> Timeline:
+        """Return what runs where if the launches of a compiled function run side by side, as far as that pays."""
+        takes, name, found = self._head.takes, self.program.function, opened(compiled)
         if found is None:
-            timeline = replace(in_line(()), why="torch's compiler does not show what it wrote")
-        elif len({var.storage for var in head.takes}) < len(head.takes):
-            timeline = replace(in_line(()), why="two arguments of its compiled function share memory")
-        else:
-            name, count = program.function, len(self.schedule.outputs)
-            try:
-                self._launches = launches = Launches(name, *found, arguments, count)
-            except UnknownLaunch as error:
-                timeline = replace(in_line(()), why=f"`{error}` is not known to be a launch")
-            else:
-                self._code = launches.code
-                padding = Unit("padding", ["*clears"], writes=frozenset(launches.code.known), commits=True)
-                timeline = spread(
-                    [*launches.units, *[padding] * bool(clears(program, known))], launches.code.kept
-                )
-                refuse_races(timeline, name)
-        if timeline.lanes == 1:
-            head.compiled = None
-            self._suit_one_line(head.graph.graph)
-            head.graph.recompile()
-        self.tell(timeline)
-
-    def _suit(self, graph: fx.Graph) -> None:
-        pick_by_comparison(graph)
-        if self._spread is None:
-            self._suit_one_line(graph)
-
-    def _suit_one_line(self, graph: fx.Graph) -> None:
-        """Change the graph as suits one line; on lanes, weight gradients run beside the chain of the others."""
-        if self._small:
-            batch_gradients(graph)
-        elif has_large_logits(self.program):
-            rewrite_losses(graph)
+            return replace(in_line(()), why="torch's compiler does not show what it wrote")
+        if len({var.storage for var in takes}) < len(takes):
+            return replace(in_line(()), why="two arguments of its compiled function share memory")
+        arguments = [by_itself(known[var]) for var in takes]
+        try:
+            self._launches = Launches(name, *found, arguments, len(self.schedule.outputs))
+        except UnknownLaunch as error:
+            return replace(in_line(()), why=f"`{error}` is not known to be a launch")
+        self._code = code = self._launches.code
+        padding = Unit("padding", ["*clears"], writes=frozenset(code.known), commits=True)
+        timeline = spread([*self._launches.units, *[padding] * bool(clears(self.program, known))], code.kept)
+        refuse_races(timeline, name)
+        return timeline
 
 
 def _move_lists(plan: Schedule, light: Collection[Instr]) -> None:

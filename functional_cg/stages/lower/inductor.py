@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -70,8 +70,6 @@ _ON_HOST: Mapping[str, Any] = MappingProxyType(
 # Ops of a value up to which the compiler computes it where it is read: it stores a longer one, and then the next, which
 # cannot overwrite what both read. It counts conversions, too, and each call in half precision makes up to six.
 _IN_HALVES: Mapping[str, Any] = MappingProxyType({"realize_opcount_threshold": 64})
-
-_CLOSURES = 200  # that `opened` looks behind, at most
 
 
 def start_workers() -> None:
@@ -172,10 +170,11 @@ def _compiled(
             if key is not None:
                 keep(key, compiled)
 
-    def run(*given: Tensor) -> Any:
-        return compiled(list(given))
+    return partial(_with_list, compiled)
 
-    return run
+
+def _with_list(compiled: Callable[[list[Tensor]], Any], *given: Tensor) -> Any:
+    return compiled(list(given))
 
 
 def _made(module: fx.GraphModule) -> Any:
@@ -205,28 +204,13 @@ def _made(module: fx.GraphModule) -> Any:
 def opened(compiled: Callable[..., Any]) -> tuple[str, dict[str, Any]] | None:
     """Return what the compiler wrote for a function of :func:`compile_graph`: the source of a module, and its globals.
 
-    torch keeps it behind a few closures. None if it is not there.
+    None if it is not there.
     """
     from torch._inductor.output_code import CompiledFxGraph
 
-    waiting, seen = deque[Any]([compiled]), set[int]()
-    while waiting and len(seen) < _CLOSURES:
-        one = waiting.popleft()
-        if isinstance(one, CompiledFxGraph):
-            call: Any = getattr(getattr(one, "compiled_fn_runner", None), "call", one.current_callable)
-            return one.source_code, inspect.unwrap(call).__globals__
-        if id(one) in seen or isinstance(one, type):
-            continue
-        seen.add(id(one))
-        cells = map(_contents, getattr(one, "__closure__", None) or ())
-        behind = (getattr(one, name, None) for name in ("__self__", "func"))
-        waiting += filter(callable, (*cells, *behind, *getattr(one, "__dict__", {}).values()))
-    return None
-
-
-def _contents(cell: Any) -> Any:
-    """Return what a cell of a closure holds; None if it is empty."""
-    try:
-        return cell.cell_contents
-    except ValueError:
+    while isinstance(compiled, partial):
+        compiled = compiled.args[-1]
+    if not isinstance(compiled, CompiledFxGraph):
         return None
+    call: Any = getattr(getattr(compiled, "compiled_fn_runner", None), "call", compiled.current_callable)
+    return compiled.source_code, inspect.unwrap(call).__globals__

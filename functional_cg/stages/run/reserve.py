@@ -16,7 +16,7 @@ from itertools import accumulate
 from ...concurrency.garbage import no_garbage_collection
 from ..branches.listing import Timeline
 from ..branches.units import GIVEN, Memory
-from ..plan import AtenPlan, Plan
+from ..plan import Plan
 from ..program import Instr
 from ..sub_programs import SubProgram, each_once
 from ..work import beside, flops_of
@@ -42,7 +42,7 @@ def at_once(plan: Plan) -> tuple[int, bool]:
 
     With these bytes least is taken, of those that are tried; they are 0 where temporaries are unknown, or few.
     """
-    if plan.compiled or not isinstance(plan, AtenPlan) or plan.temporaries:  # lanes share no memory
+    if plan.compiled or plan.temporaries:  # lanes share no memory
         return 0, False
     found = events(plan)
     peak, best = highest(found), 0
@@ -113,7 +113,7 @@ def _whole(size: int, of: int) -> int:
     return -(-size // of) * of
 
 
-def events(plan: AtenPlan) -> list[Event]:
+def events(plan: Plan) -> list[Event]:
     """Return when a plan allocates and frees its large temporaries, in order; not the workspace of products."""
     inside = {
         sub_program: list(_along(line, {}, dict.fromkeys((var.storage for var in sub_program.given), 0)))

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -26,10 +24,8 @@ from .reference import Output, Reference, Watch
 from .space import Space
 from .variants import KINDS, OVERFLOW, Finite, overflows
 
-__all__ = ["Certificate", "See", "Trial", "TrialOfFunctions"]
+__all__ = ["Certificate", "Trial", "TrialOfFunctions"]
 
-# Gets the calls of a function as a program, the arguments of a call, and what it returned.
-See = Callable[[Program, Sequence[Tensor], Sequence[Tensor]], None]
 
 _log = logging.getLogger("functional_cg")
 _GROSS = 8.0  # on values that nobody asked for, a mistake is this many times as much as rounding explains
@@ -68,14 +64,6 @@ class Certificate:
             named[_NAMED - 1 : -1] = ["…"]
         calls = f"calls {', '.join(named)}" if self.calls != (1,) else "the first call"
         return f"certified: on the values of {calls} it computes what its calls do one by one; {found}"
-
-
-class Shown(Protocol):
-    """A plan whose compiled functions run several times each."""
-
-    def watched(self, see: See) -> AbstractContextManager[None]:
-        """Show some calls of each of them during a block."""
-        ...
 
 
 class Trial:
@@ -250,7 +238,7 @@ class TrialOfFunctions(Trial):
             if not kind:
                 self.share = max(self.share, judge.share)
 
-        with cast("Shown", self._plan).watched(see):
+        with self._plan.watched(see):
             self._run(space)
         lack = max(lacks.values(), default=0)
         self.lacking = max(lack, 1) if self.together(lack > 0) else 0

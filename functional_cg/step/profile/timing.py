@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ...errors import CaptureError
 from ...stages.evaluate import quiet
 from ...stages.lower.in_place import InPlacePlan
-from ...stages.plan import AtenPlan, Buffers, Plan
+from ...stages.plan import Buffers, Plan
 from ...stages.run.capture import backend_for
 from ...stages.run.memory import scratch
 from .kernels import Launches, Line
@@ -80,7 +80,7 @@ class _Clock(Protocol):
 
 def times_of(
     plan: Plan,
-    timed: AtenPlan,
+    timed: Plan,
     buffers: Buffers,
     unchecked: Sequence[bool],
     copy_in: Act,
@@ -166,7 +166,7 @@ def _timed(on_clock: Callable[[_Clock], Act], call: Act, where: Where) -> tuple[
     return statistics.median([_on_device(call, device) for _ in range(1 + _RUNS)][1:]), parts
 
 
-def _timed_run(timed: AtenPlan, buffers: Buffers, copy_in: Act, clock: _Clock) -> Act:
+def _timed_run(timed: Plan, buffers: Buffers, copy_in: Act, clock: _Clock) -> Act:
     """Return a run of a timed plan on a clock."""
     run = timed.bind(buffers, tick=clock)
 
