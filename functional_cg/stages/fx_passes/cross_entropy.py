@@ -11,20 +11,30 @@ may differ in the last bits: the sum over the classes is added up in another ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from .canonical import CAST, as_shape, is_written, narrow_views, softmax_by_rows, softmax_in_fp32
+from .canonical import (
+    CAST,
+    add,
+    as_shape,
+    drop_unread,
+    instead,
+    is_written,
+    narrow_views,
+    softmax_by_rows,
+    softmax_in_fp32,
+)
 from .capped import DTYPES, Link, back_through, chain_of, gradient_of, through
-from .logits import before, is_large, product_and_calls, read_targets_first, writes
+from .logits import bring_forward, is_large, product_and_calls, writes
 from .padding import Padded, may_be_padded
 from .row_values import OF_LOGP, Computed, RowLoss, Slope, flat
 
-__all__ = ["join_gradients", "rewrite_losses"]
+__all__ = ["rewrite_losses"]
 
 _aten = torch.ops.aten
 _FIELDS = ("call", "number", "dtype_name")  # of a link, in the order of the ops' arguments
@@ -135,16 +145,6 @@ class _Found:
 
 
 def rewrite_losses(graph: fx.Graph) -> None:
-    """Let the gradients of losses over many classes lie in the memory of the logits: by kernels, or by an early read.
-
-    Args:
-      graph: The graph; its nodes have their ``spec`` in ``meta``.
-    """
-    join_gradients(graph)
-    read_targets_first(graph)
-
-
-def join_gradients(graph: fx.Graph) -> None:
     """Rewrite the losses of a graph whose logits are a large product that nothing else reads.
 
     Args:
@@ -217,109 +217,70 @@ def _found_up_to(
 
 def _join(graph: fx.Graph, found: _Found, place: Mapping[fx.Node, int]) -> None:
     """Replace a loss and its gradient by kernels."""
-    loss, spec = found.loss, found.loss.product.meta["spec"]
+    loss, spec, chain = found.loss, found.loss.product.meta["spec"], chain_of(found.loss.calls)
+    assert chain is not None
+    assert loss.target is not None
     start = min(loss.readers, key=place.__getitem__)
     free = {node: number for node, number in place.items() if node not in found.made}
-
-    def early(node: fx.Node) -> fx.Node | None:
-        return before(graph, node, free, place[start])
-
-    with graph.inserting_before(start):
-        target = None if loss.target is None else early(loss.target)
-        if target is None:
-            return
-        target = graph.call_function(flat, (target,))
-        index = target if loss.ignored is None else graph.call_function(_index, (target, loss.ignored))
-        factors = _Emitted(graph, early).factors(found.slope, index)
-    pays = may_be_padded(loss.product, spec, [found.result])
-    padded = Padded.of(graph, loss.product) if pays else None
+    if not bring_forward([loss.target], start, place, free):
+        return
+    known = bring_forward(found.slope.leaves(), start, place, free)
+    padded = Padded.of(graph, loss.product) if may_be_padded(loss.product, spec, [found.result]) else None
     rows = loss.product if padded is None else padded.product
     sums = any(node.target in OF_LOGP for node in loss.readers)
-    chain = chain_of(loss.calls)
-    assert chain is not None
     links = (spec.shape[1], *([getattr(link, name) for link in chain] for name in _FIELDS))
     with graph.inserting_before(start):
-        if factors is None:
-            numbers = graph.call_function(_READ, (rows, index, sums, *links))
+        target = index = add(graph, flat, (loss.target,))
+        if loss.ignored is not None:
+            index = add(graph, _index, (target, loss.ignored))
+        if known:
+            numbers = add(graph, _BOTH, (rows, index, _factors(graph, found.slope, index), sums, *links))
         else:
-            numbers = graph.call_function(_BOTH, (rows, index, factors, sums, *links))
+            numbers = add(graph, _READ, (rows, index, sums, *links))
     with graph.inserting_before(found.path[0]):
-        if factors is None:
-            late = _Emitted(graph, lambda node: node).factors(found.slope, index)
-            graph.call_function(_WRITE, (rows, index, numbers, late, *links))
+        if not known:
+            add(graph, _WRITE, (rows, index, numbers, _factors(graph, found.slope, index), *links))
         slopes = rows if padded is None else padded.part(spec)
         if found.result.meta["spec"].shape != spec.shape:
             slopes = as_shape(graph, slopes, found.result.meta["spec"].shape)
     for reader in loss.readers:
         _replace(graph, reader, numbers, target, loss)
     found.result.replace_all_uses_with(slopes)
-    for node in sorted(found.made, key=place.__getitem__, reverse=True):
-        graph.erase_node(node)
+    drop_unread(graph)
     if padded is not None:
         padded.read_by_products(slopes)
-        graph.erase_node(loss.product)
+        drop_unread(graph)
 
 
-class _Emitted:
-    """Makes calls for numbers of rows.
+def _factors(graph: fx.Graph, slope: Slope, index: fx.Node) -> fx.Node:
+    """Insert the calls that make f32[3, n], the factors of softmax, of the target and of all."""
+    made: dict[Computed, fx.Node] = {}
 
-    Args:
-      graph: The graph, which inserts where they are needed.
-      leaf: Returns a node's value there, or None if it cannot be had there.
-    """
+    def row(value: Any) -> Any:
+        if isinstance(value, Computed) and value not in made:
+            made[value] = add(graph, value.function, tuple(map(row, value.arguments)))
+        return made.get(value, value) if isinstance(value, Computed) else value
 
-    def __init__(self, graph: fx.Graph, leaf: Callable[[fx.Node], fx.Node | None]) -> None:
-        self._graph, self._leaf = graph, leaf
-        self._made: dict[Computed, fx.Node] = {}
-
-    def factors(self, slope: Slope, index: fx.Node) -> fx.Node | None:
-        """Return f32[3, n], the factors of softmax, of the target and of all; None if one is missing."""
-        try:
-            return self._graph.call_function(_factors, (index, *map(self._row, (slope.a, slope.b, slope.c))))
-        except _Missing:
-            for node in reversed(self._made.values()):
-                self._graph.erase_node(node)
-            return None
-
-    def _row(self, row: Any) -> Any:
-        if isinstance(row, fx.Node):
-            known = self._leaf(row)
-            if known is None:
-                raise _Missing
-            return known
-        if not isinstance(row, Computed):
-            return row
-        if row not in self._made:
-            arguments = tuple(map(self._row, row.arguments))
-            self._made[row] = self._graph.call_function(row.function, arguments)
-        return self._made[row]
-
-
-class _Missing(Exception):
-    """A value is not known where it is needed."""
+    return add(graph, _stacked, (index, *map(row, (slope.a, slope.b, slope.c))))
 
 
 def _replace(graph: fx.Graph, reader: fx.Node, numbers: fx.Node, target: fx.Node, loss: RowLoss) -> None:
     """Let the readers of numbers of rows read what the kernel found."""
-    with graph.inserting_before(reader):
-        if reader.target is _aten.nll_loss_forward.default:
-            reduction, ignored = reader.args[3:5]
-            number = graph.call_function(_number, (target, ignored))
-            total = graph.call_function(_total, (numbers, target, number, reduction, ignored))
-            for item in list(reader.users):
-                item.replace_all_uses_with(number if item.args[1] else total)
-                graph.erase_node(item)
-            return
-        shape = list(reader.meta["spec"].shape)
-        if reader.target is _aten.logsumexp.default:
-            new = graph.call_function(_logsumexp, (numbers, shape))
-        elif reader.target is _aten.gather.default:
-            new = graph.call_function(_picked, (numbers, shape, loss.is_logp(reader.args[0])))
-        else:
-            count = loss.classes if reader.target is _aten.mean.dim else 1
-            new = graph.call_function(_sum, (numbers, shape, count))
-    new.meta["spec"] = reader.meta["spec"]
-    reader.replace_all_uses_with(new)
+    if reader.target is _aten.nll_loss_forward.default:
+        reduction, ignored = reader.args[3:5]
+        with graph.inserting_before(reader):
+            number = add(graph, _number, (target, ignored))
+            total = add(graph, _total, (numbers, target, number, reduction, ignored))
+        for item in reader.users:
+            item.replace_all_uses_with(number if item.args[1] else total)
+        return
+    shape = list(reader.meta["spec"].shape)
+    if reader.target is _aten.logsumexp.default:
+        instead(reader, _logsumexp, (numbers, shape))
+    elif reader.target is _aten.gather.default:
+        instead(reader, _picked, (numbers, shape, loss.is_logp(reader.args[0])))
+    else:
+        instead(reader, _sum, (numbers, shape, loss.classes if reader.target is _aten.mean.dim else 1))
 
 
 def _index(target: Tensor, ignored: int) -> Tensor:
@@ -327,7 +288,7 @@ def _index(target: Tensor, ignored: int) -> Tensor:
     return torch.where(target != ignored, target, 0)
 
 
-def _factors(index: Tensor, *parts: Tensor | float) -> Tensor:
+def _stacked(index: Tensor, *parts: Tensor | float) -> Tensor:
     rows = [
         part.float().expand(index.shape)
         if isinstance(part, Tensor)

@@ -8,7 +8,7 @@ log-softmax by hand.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -67,6 +67,15 @@ class Slope:
         """Multiply by a number of each row, or divide."""
         parts = (self.a, self.b, self.c)
         return Slope(*(0.0 if part == 0.0 else Computed(function, (part, row)) for part in parts))
+
+    def leaves(self) -> Iterator[fx.Node]:
+        """Yield the nodes that its numbers are made of."""
+        front: list[Any] = [self.a, self.b, self.c]
+        for row in front:
+            if isinstance(row, Computed):
+                front += row.arguments
+            elif isinstance(row, fx.Node):
+                yield row
 
     def of_softmax(self, classes: int) -> Slope:
         """Return the gradient of the logits, given this one of their log-probabilities."""
