@@ -26,6 +26,7 @@ from .canonical import (
     instead,
     is_written,
     narrow_views,
+    pick_by_comparison,
     softmax_by_rows,
     softmax_in_fp32,
 )
@@ -34,7 +35,7 @@ from .logits import bring_forward, is_large, product_and_calls, writes
 from .padding import Padded, may_be_padded
 from .row_values import OF_LOGP, Computed, RowLoss, Slope, flat
 
-__all__ = ["rewrite_losses"]
+__all__ = ["rewrite_losses", "suit"]
 
 _aten = torch.ops.aten
 _FIELDS = ("call", "number", "dtype_name")  # of a link, in the order of the ops' arguments
@@ -144,23 +145,25 @@ class _Found:
         return self.path[-1]
 
 
+def suit(graph: fx.Graph) -> None:
+    """Change a graph in place as suits a GPU: gathers' gradients by comparison, large losses by kernels."""
+    pick_by_comparison(graph)
+    rewrite_losses(graph)
+
+
 def rewrite_losses(graph: fx.Graph) -> None:
     """Rewrite the losses of a graph whose logits are a large product that nothing else reads.
 
     Args:
       graph: The graph; its nodes have their ``spec`` in ``meta``.
     """
+    if not _large(graph):
+        return
     softmax_in_fp32(graph)
     softmax_by_rows(graph)
     narrow_views(graph)
-    starts = [
-        node
-        for op in (_aten._log_softmax.default, _aten.logsumexp.default)
-        for node in graph.find_nodes(op="call_function", target=op)
-        if is_large(node.args[0].meta["spec"])
-    ]
     products: dict[fx.Node, list[fx.Node]] = {}
-    for start in starts:
+    for start in _large(graph):
         product, calls = product_and_calls(start.args[0])
         if product is not None and chain_of(calls) is not None:
             products.setdefault(product, calls)
@@ -173,6 +176,16 @@ def rewrite_losses(graph: fx.Graph) -> None:
         span = range(place[product] + 1, place[found.result])
         if not any(place[node] in span for node in graph.nodes if writes(node)):
             _join(graph, found, place)
+
+
+def _large(graph: fx.Graph) -> list[Any]:
+    """Return what reads logits so large that saving their memory is worth extra kernels."""
+    return [
+        node
+        for op in (_aten._log_softmax.default, _aten.logsumexp.default)
+        for node in graph.find_nodes(op="call_function", target=op)
+        if "spec" in node.args[0].meta and is_large(node.args[0].meta["spec"])
+    ]
 
 
 def _found(

@@ -10,23 +10,14 @@ import torch
 from torch import fx
 
 from ...state.arena import BufferSpec
-from ..program import Program
 from .canonical import CAST, VIEWS, is_written
 
-__all__ = ["bring_forward", "has_large_logits", "is_by_element", "is_large", "product_and_calls", "writes"]
+__all__ = ["bring_forward", "is_by_element", "is_large", "product_and_calls", "writes"]
 
 _LARGE = 2**25  # bytes
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
 _LIKE: Mapping[Any, float] = MappingProxyType({_aten.ones_like.default: 1.0, _aten.zeros_like.default: 0.0})
-
-
-def has_large_logits(program: Program) -> bool:
-    """Whether a program has a loss over logits so large that saving their memory is worth extra kernels."""
-    return any(
-        instr.op in (_aten._log_softmax.default, _aten.logsumexp.default) and is_large(instr.args[0].spec)
-        for instr in program.instrs
-    )
 
 
 def bring_forward(

@@ -17,10 +17,7 @@ from ..branches.listing import in_line
 from ..branches.races import refuse_races
 from ..branches.rehearsal import Lanes
 from ..branches.units import Unit
-from ..fx_passes.canonical import pick_by_comparison
-from ..fx_passes.cross_entropy import rewrite_losses
-from ..fx_passes.logits import has_large_logits
-from ..fx_passes.products import batch_gradients
+from ..fx_passes.cross_entropy import suit
 from ..passes.fused import group_size, split_light, written_pairs
 from ..passes.rewrite import clears
 from ..plan import Before, Buffers, Plan, Run, Spread
@@ -57,7 +54,7 @@ class InPlacePlan(FunctionsPlan):
         self._light = {f"{instr.name}.{number}": instr for number, instr in enumerate(plan.fused)}
         lists = [instr for instr in plan.fused if not written_pairs(instr)]
         updates = replace(plan, fused=[instr for instr in plan.fused if instr not in lists])
-        given: Any = {"in_place": True, "small": self._small, "suit": self._suit}
+        given: Any = {"in_place": True, "small": self._small, "suit": suit}
         head, runs = whole(program, updates, lists, None, device, **given)
         super().__init__(program, plan, runs, device, [head], copies=False, timed=True)
         self.timeline = replace(self.timeline, estimated=spread is not None)
@@ -160,21 +157,7 @@ class InPlacePlan(FunctionsPlan):
                 refuse_races(timeline, name)
         if timeline.lanes == 1:
             head.compiled = None
-            self._suit_one_line(head.graph.graph)
-            head.graph.recompile()
         self.tell(timeline)
-
-    def _suit(self, graph: fx.Graph) -> None:
-        pick_by_comparison(graph)
-        if self._spread is None:
-            self._suit_one_line(graph)
-
-    def _suit_one_line(self, graph: fx.Graph) -> None:
-        """Change the graph as suits one line; on lanes, weight gradients run beside the chain of the others."""
-        if self._small:
-            batch_gradients(graph)
-        elif has_large_logits(self.program):
-            rewrite_losses(graph)
 
 
 def _move_lists(plan: Schedule, light: Collection[Instr]) -> None:

@@ -13,12 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
-from torch import fx
 
 from ...state.outline import count
-from ..fx_passes.canonical import pick_by_comparison
-from ..fx_passes.cross_entropy import rewrite_losses
-from ..fx_passes.logits import has_large_logits
+from ..fx_passes.cross_entropy import suit
 from ..fx_passes.old_values import KEPT, LATER
 from ..passes.out_of_place import write_out_of_place
 from ..program import Instr, Program, Var, written_storages
@@ -79,13 +76,6 @@ def in_parts(
     parts = parts_of(program, plan, in_place=in_place, least=least)
     if parts is None:
         return None
-    large = has_large_logits(program)
-
-    def suit(graph: fx.Graph) -> None:
-        pick_by_comparison(graph)
-        if large:
-            rewrite_losses(graph)
-
     suits = suit if device.type != "cpu" and compiler is None else None
     heads, calls = compiled_once(parts.alike, compiler, device, program.function, in_order=False, suit=suits)
     checks = [instr for instr in plan.head if instr.checks]
