@@ -26,7 +26,6 @@ from .canonical import (
     instead,
     is_written,
     narrow_views,
-    pick_by_comparison,
     softmax_by_rows,
     softmax_in_fp32,
 )
@@ -35,7 +34,7 @@ from .logits import bring_forward, is_large, product_and_calls, writes
 from .padding import Padded, may_be_padded
 from .row_values import OF_LOGP, Computed, RowLoss, Slope, flat
 
-__all__ = ["rewrite_losses", "suit"]
+__all__ = ["rewrite_losses"]
 
 _aten = torch.ops.aten
 _FIELDS = ("call", "number", "dtype_name")  # of a link, in the order of the ops' arguments
@@ -143,12 +142,6 @@ class _Found:
     @property
     def result(self) -> fx.Node:
         return self.path[-1]
-
-
-def suit(graph: fx.Graph) -> None:
-    """Change a graph in place as suits a GPU: gathers' gradients by comparison, large losses by kernels."""
-    pick_by_comparison(graph)
-    rewrite_losses(graph)
 
 
 def rewrite_losses(graph: fx.Graph) -> None:
