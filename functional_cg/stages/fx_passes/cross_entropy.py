@@ -12,7 +12,6 @@ may differ in the last bits: the sum over the classes is added up in another ord
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -123,27 +122,6 @@ for _name, _cpu, _cuda, _fake in (
     _library._register_fake(_name, _fake)
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A loss whose gradient is made of numbers of rows.
-
-    Attributes:
-      loss: What the graph makes of the product.
-      slope: The gradient of what the loss takes.
-      path: The nodes from there to the gradient of the product.
-      made: What is not needed any more, but for the last of the path; none of it comes later.
-    """
-
-    loss: RowLoss
-    slope: Slope
-    path: list[fx.Node]
-    made: set[fx.Node]
-
-    @property
-    def result(self) -> fx.Node:
-        return self.path[-1]
-
-
 def rewrite_losses(graph: fx.Graph) -> None:
     """Rewrite the losses of a graph whose logits are a large product that nothing else reads.
 
@@ -163,12 +141,11 @@ def rewrite_losses(graph: fx.Graph) -> None:
     for product, calls in products.items():
         # Counted again for each loss: one that got the kernel overwrites its logits, which now hold their gradient.
         place = {node: number for number, node in enumerate(graph.nodes)}
-        found = _found(graph, product, calls, place)
-        if found is None or found.loss.target is None or is_written(found.loss.target):
-            continue
-        span = range(place[product] + 1, place[found.result])
-        if not any(place[node] in span for node in graph.nodes if writes(node)):
-            _join(graph, found, place)
+        loss = RowLoss(product, calls)
+        loss.follow(graph)
+        found = _gradient(loss, place)
+        if found is not None:
+            _join(loss, *found, place)
 
 
 def _large(graph: fx.Graph) -> list[Any]:
@@ -181,15 +158,14 @@ def _large(graph: fx.Graph) -> list[Any]:
     ]
 
 
-def _found(
-    graph: fx.Graph, product: fx.Node, calls: list[fx.Node], place: Mapping[fx.Node, int]
-) -> _Found | None:
-    """Return a product's loss with its gradient if the kernels can compute them; None otherwise."""
-    loss = RowLoss(product, calls)
-    loss.follow(graph)
-    spec = product.meta["spec"]
+def _gradient(loss: RowLoss, place: Mapping[fx.Node, int]) -> tuple[Slope, list[fx.Node]] | None:
+    """Return the gradient of what a loss takes, and the nodes from there to that of the product.
+
+    None if the kernels cannot compute them.
+    """
+    product, calls, spec = loss.product, loss.calls, loss.product.meta["spec"]
     fits = spec.dtype in DTYPES and len(spec.shape) == 2 and spec.stride == (spec.shape[1], 1)
-    if not fits or loss.target is None:
+    if not fits or loss.target is None or is_written(loss.target):
         return None
 
     def remade(value: fx.Node, call: fx.Node) -> bool:
@@ -202,36 +178,40 @@ def _found(
         rounded = node.meta["spec"].dtype is not torch.float32
         if isinstance(value, Slope) and not (rounded and calls[-1:] and calls[-1].target is not CAST):
             path = gradient_of(node, calls[:-1] if rounded else calls, remade)
-            found = None if path is None else _found_up_to(loss, value, path, place)
-            if found is not None:
-                return found
+            if path is not None and _is_alone(loss, path, place):
+                return value, path
     return None
 
 
-def _found_up_to(
-    loss: RowLoss, slope: Slope, path: list[fx.Node], place: Mapping[fx.Node, int]
-) -> _Found | None:
-    """Return a loss whose gradient is the last of a path; None if anything else reads what is as large."""
-    result = path[-1]
-    made = {one for one in (*loss.values, *loss.readers, *path) if place[one] <= place[result]}
-    read = made - {result, *loss.readers}
-    if any(user not in made for node in read for user in node.users):
-        return None
-    same = result.meta["spec"].dtype is loss.product.meta["spec"].dtype
-    return _Found(loss, slope, path, made - {loss.product}) if same else None
+def _is_alone(loss: RowLoss, path: Sequence[fx.Node], place: Mapping[fx.Node, int]) -> bool:
+    """Whether nothing else reads what is as large as the product up to its gradient, and nothing is written."""
+    product, result, made = loss.product, path[-1], _replaced(loss, path, place)
+    read = {product, *made} - {result, *loss.readers}
+    return (
+        result.meta["spec"].dtype is product.meta["spec"].dtype
+        and not any(user not in made for node in read for user in node.users)
+        and not any(place[product] < place[node] < place[result] for node in place if writes(node))
+    )
 
 
-def _join(graph: fx.Graph, found: _Found, place: Mapping[fx.Node, int]) -> None:
+def _replaced(loss: RowLoss, path: Sequence[fx.Node], place: Mapping[fx.Node, int]) -> set[fx.Node]:
+    """Return the nodes up to the product's gradient that the kernels stand for."""
+    every = {*loss.values, *loss.readers, *path} - {loss.product}
+    return {one for one in every if place[one] <= place[path[-1]]}
+
+
+def _join(loss: RowLoss, slope: Slope, path: Sequence[fx.Node], place: Mapping[fx.Node, int]) -> None:
     """Replace a loss and its gradient by kernels."""
-    loss, spec, chain = found.loss, found.loss.product.meta["spec"], chain_of(found.loss.calls)
+    graph, spec, chain, result = loss.product.graph, loss.product.meta["spec"], chain_of(loss.calls), path[-1]
     assert chain is not None
     assert loss.target is not None
     start = min(loss.readers, key=place.__getitem__)
-    free = {node: number for node, number in place.items() if node not in found.made}
+    gone = _replaced(loss, path, place)
+    free = {node: number for node, number in place.items() if node not in gone}
     if not bring_forward([loss.target], start, place, free):
         return
-    known = bring_forward(found.slope.leaves(), start, place, free)
-    padded = Padded.of(graph, loss.product) if may_be_padded(loss.product, spec, [found.result]) else None
+    known = bring_forward(slope.leaves(), start, place, free)
+    padded = Padded.of(graph, loss.product) if may_be_padded(loss.product, spec, [result]) else None
     rows = loss.product if padded is None else padded.product
     sums = any(node.target in OF_LOGP for node in loss.readers)
     links = (spec.shape[1], *([getattr(link, name) for link in chain] for name in _FIELDS))
@@ -240,18 +220,18 @@ def _join(graph: fx.Graph, found: _Found, place: Mapping[fx.Node, int]) -> None:
         if loss.ignored is not None:
             index = add(graph, _index, (target, loss.ignored))
         if known:
-            numbers = add(graph, _BOTH, (rows, index, _factors(graph, found.slope, index), sums, *links))
+            numbers = add(graph, _BOTH, (rows, index, _factors(graph, slope, index), sums, *links))
         else:
             numbers = add(graph, _READ, (rows, index, sums, *links))
-    with graph.inserting_before(found.path[0]):
+    with graph.inserting_before(path[0]):
         if not known:
-            add(graph, _WRITE, (rows, index, numbers, _factors(graph, found.slope, index), *links))
+            add(graph, _WRITE, (rows, index, numbers, _factors(graph, slope, index), *links))
         slopes = rows if padded is None else padded.part(spec)
-        if found.result.meta["spec"].shape != spec.shape:
-            slopes = as_shape(graph, slopes, found.result.meta["spec"].shape)
+        if result.meta["spec"].shape != spec.shape:
+            slopes = as_shape(graph, slopes, result.meta["spec"].shape)
     for reader in loss.readers:
         _replace(graph, reader, numbers, target, loss)
-    found.result.replace_all_uses_with(slopes)
+    result.replace_all_uses_with(slopes)
     drop_unread(graph)
     if padded is not None:
         padded.read_by_products(slopes)
