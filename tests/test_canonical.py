@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_cg as fcg
-from functional_cg.stages.fx_passes.canonical import VIEWS, narrow_views, softmax_by_rows
+from functional_cg.stages.fx_passes.canonical import VIEWS, narrow_views, pick_by_comparison, softmax_by_rows
 from tests.compiled_graphs import assert_same_results, graph_of
 
 aten = torch.ops.aten
@@ -35,6 +37,53 @@ def data(*rows: int, classes: int = 7) -> tuple[Tensor, dict[str, Tensor]]:
     torch.manual_seed(0)
     x, y = torch.randn(*rows, 5), torch.randint(classes, rows)
     return torch.randn(5, classes), {"x": x, "y": y}
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.booleans())
+def test_a_gather_of_one_for_each_row_needs_no_scatter(rows: list[int], negative: bool) -> None:
+    """Whatever the shape, and whichever end its dimension is counted from."""
+
+    def loss(logits: Tensor, y: Tensor) -> Tensor:
+        dim = -1 if negative else logits.ndim - 1
+        picked = logits.gather(dim, y.unsqueeze(dim)).squeeze(dim)
+        return (logits.logsumexp(dim) - picked).mean()
+
+    assert count(graph(loss, *data(*rows), pick_by_comparison), aten.scatter_add.default) == 0
+
+
+def test_a_gather_along_the_first_dimension_needs_none_either() -> None:
+    def loss(logits: Tensor, y: Tensor) -> Tensor:
+        return logits.gather(0, (y[:1] % 3).unsqueeze(0).expand(1, 7)).square().sum()
+
+    assert count(graph(loss, *data(3), pick_by_comparison), aten.scatter_add.default) == 0
+
+
+def test_several_picks_of_a_row_are_added_up() -> None:
+    """An index may come twice: one comparison is not enough."""
+
+    def loss(logits: Tensor, y: Tensor) -> Tensor:
+        return logits.gather(1, torch.stack([y, y], 1)).square().sum()
+
+    assert count(graph(loss, *data(4), pick_by_comparison), aten.scatter_add.default) == 1
+
+
+def test_a_scatter_whose_index_nobody_checks_is_left_alone() -> None:
+    """A comparison would not notice an index that is out of range."""
+
+    def loss(logits: Tensor, y: Tensor) -> Tensor:
+        spread = torch.zeros_like(logits).scatter_add(1, y.unsqueeze(1), logits[:, :1].detach())
+        return (spread * logits).sum()
+
+    assert count(graph(loss, *data(4), pick_by_comparison), aten.scatter_add.default) == 1
+
+
+def test_a_gather_among_more_classes_checks_too_little() -> None:
+    def loss(logits: Tensor, y: Tensor) -> Tensor:
+        index = y.unsqueeze(1) % 2
+        spread = torch.zeros(len(logits), 3).scatter_add(1, index, logits.gather(1, index).detach())
+        return (spread * logits[:, :3]).sum()
+
+    assert count(graph(loss, *data(4), pick_by_comparison), aten.scatter_add.default) == 1
 
 
 @pytest.mark.parametrize("dim", [-1, 2])
@@ -67,3 +116,15 @@ def test_views_carry_the_narrower_dtype() -> None:
         assert (
             view.args[0].target is not aten._to_copy.default or view.meta["spec"].dtype is not torch.float32
         )
+
+
+def test_zeros_that_are_overwritten_are_no_zeros() -> None:
+    def train_step(state: Any, b: Any) -> Any:
+        zeros = torch.zeros(4, 6)
+        zeros[0].fill_(5)
+        spread = zeros.scatter_add(1, b["i"], b["x"].gather(1, b["i"]))
+        return {"w": state["w"] * 1}, {"spread": spread, "number": b["x"].sum().gather(0, b["i"][0, 0])}
+
+    batch = {"x": torch.randn(4, 6), "i": torch.zeros(4, 1, dtype=torch.long)}
+    module, arguments = graph_of(train_step, fcg.place({"w": torch.ones(2)}), batch)
+    assert_same_results(module, arguments, pick_by_comparison, rtol=0, atol=0)

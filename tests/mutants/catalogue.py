@@ -960,6 +960,16 @@ MUTANTS = (
         no_gpu="a rewriting of the program, the same on every device",
     ),
     Mutant(
+        "N94",
+        "a compiled step does not notice an index out of range, which a comparison stands for",
+        (("            and (index, dim, *shape[dim : dim + 1]) in checked\n", ""),),
+        (
+            "tests/test_canonical.py::test_a_scatter_whose_index_nobody_checks_is_left_alone",
+            "tests/test_canonical.py::test_a_gather_among_more_classes_checks_too_little",
+        ),
+        no_gpu="a rewriting of the graph, the same on every device",
+    ),
+    Mutant(
         "N95",
         "what the backward computes again is computed in the forward, and so kept",
         (

@@ -3,6 +3,7 @@
 ``logits.float().view(-1, n)`` and ``logits.view(-1, n).float()`` are the same values, as are log-probabilities
 [batch, time, n] and [batch * time, n]. Afterwards, views carry the narrower dtype: a cast that widens stands right
 before the call that reads it, one that narrows right after the call whose result it takes. Log-softmax takes a matrix.
+The gradient of ``gather`` with one index for each row is an elementwise call rather than a write into zeros.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ...state.arena import BufferSpec
+from ...tensors.op_table import row_of
 
 __all__ = [
     "CAST",
@@ -25,6 +27,8 @@ __all__ = [
     "instead",
     "is_written",
     "narrow_views",
+    "pick_by_comparison",
+    "picked_slope",
     "softmax_by_rows",
     "softmax_in_fp32",
 ]
@@ -54,6 +58,38 @@ def instead(node: fx.Node, target: Any, args: Any, **kwargs: Any) -> fx.Node:
 def drop_unread(graph: fx.Graph) -> None:
     """Erase the calls that nothing reads, but those that write or check."""
     graph.eliminate_dead_code(lambda node: node.is_impure() or is_written(node))
+
+
+def pick_by_comparison(graph: fx.Graph) -> None:
+    """Replace the gradients of gathers with one index for each row, in place.
+
+    The gather checks the indices; where none does, a comparison would not notice one that is out of range.
+
+    Args:
+      graph: The graph; its nodes have their ``spec`` in ``meta``.
+    """
+    checked = set()
+    for node in _calls(graph, _aten.gather.default):
+        dim = _dim(node, node.args[0])
+        checked.add((node.args[2], dim, *node.args[0].meta["spec"].shape[dim : dim + 1]))
+    for node in _calls(graph, _aten.scatter_add.default):
+        zeros, _, index, source = node.args
+        dim, shape = _dim(node, zeros), node.meta["spec"].shape
+        picked = (*shape[:dim], 1, *shape[dim + 1 :])
+        shapes = {index.meta["spec"].shape, source.meta["spec"].shape}
+        if (
+            row_of(zeros.target).zeros
+            and shapes == {picked}
+            and (index, dim, *shape[dim : dim + 1]) in checked
+        ):
+            instead(node, picked_slope, (index, source, dim, shape[dim]))
+    drop_unread(graph)
+
+
+def picked_slope(index: Tensor, source: Tensor, dim: int, size: int) -> Tensor:
+    """Return zeros but for ``source`` at ``index`` in each row along ``dim``, of so many elements."""
+    places = torch.arange(size, device=index.device).reshape([-1] + [1] * (index.ndim - dim - 1))
+    return torch.where(places == index, source, 0)
 
 
 def softmax_in_fp32(graph: fx.Graph) -> None:

@@ -25,6 +25,7 @@ from .canonical import (
     instead,
     is_written,
     narrow_views,
+    pick_by_comparison,
     softmax_by_rows,
     softmax_in_fp32,
 )
@@ -33,7 +34,7 @@ from .logits import bring_forward, is_large, product_and_calls, writes
 from .padding import Padded, may_be_padded
 from .row_values import OF_LOGP, Computed, RowLoss, Slope, flat
 
-__all__ = ["rewrite_losses"]
+__all__ = ["rewrite_losses", "suit"]
 
 _aten = torch.ops.aten
 _FIELDS = ("call", "number", "dtype_name")  # of a link, in the order of the ops' arguments
@@ -120,6 +121,12 @@ for _name, _cpu, _cuda, _fake in (
     _library.impl(_name, _cpu, "CPU")
     _library.impl(_name, _cuda, "CUDA")
     _library._register_fake(_name, _fake)
+
+
+def suit(graph: fx.Graph) -> None:
+    """Change a graph in place as suits a GPU: gathers' gradients by comparison, large losses by kernels."""
+    pick_by_comparison(graph)
+    rewrite_losses(graph)
 
 
 def rewrite_losses(graph: fx.Graph) -> None:

@@ -16,8 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from ...tensors.op_table import row_of
-from .canonical import CAST, VIEWS, is_written
+from .canonical import CAST, VIEWS, is_written, picked_slope
 from .capped import chain_of
 from .logits import is_by_element, product_and_calls
 
@@ -177,7 +176,7 @@ class RowLoss:
         if node.target is _aten.expand.default:
             row = self._row(node.args[0])
             return None if row is None else Slope(c=row)
-        if node.target is _aten.scatter_add.default:
+        if node.target is picked_slope:
             return self.of_gather(node)
         rule = _ARITHMETIC.get(node.target)
         return None if rule is None or is_written(node) else rule(self, node)
@@ -258,9 +257,8 @@ class RowLoss:
         return Slope(b=Computed(_of_nll, (grad, target, ignored, reduction)))
 
     def of_gather(self, node: fx.Node) -> Slope | None:
-        zeros, dim, index, source = node.args
-        fits = row_of(zeros.target).zeros and not any(map(is_written, (node, zeros)))  # type: ignore[union-attr]
-        row = self._row(source) if fits and self._is_last(dim, node) and self._picks(index, None) else None
+        index, source, dim, _ = node.args
+        row = self._row(source) if self._is_last(dim, node) and self._picks(index, None) else None
         return None if row is None else Slope(b=row)
 
     def of_log_softmax(self, node: fx.Node) -> Value | None:

@@ -17,7 +17,7 @@ from ..branches.listing import in_line
 from ..branches.races import refuse_races
 from ..branches.rehearsal import Lanes
 from ..branches.units import Unit
-from ..fx_passes.cross_entropy import rewrite_losses
+from ..fx_passes.cross_entropy import suit
 from ..passes.fused import group_size, split_light, written_pairs
 from ..passes.rewrite import clears
 from ..plan import Before, Buffers, Plan, Run, Spread
@@ -54,7 +54,7 @@ class InPlacePlan(FunctionsPlan):
         self._light = {f"{instr.name}.{number}": instr for number, instr in enumerate(plan.fused)}
         lists = [instr for instr in plan.fused if not written_pairs(instr)]
         updates = replace(plan, fused=[instr for instr in plan.fused if instr not in lists])
-        given: Any = {"in_place": True, "small": self._small, "suit": rewrite_losses}
+        given: Any = {"in_place": True, "small": self._small, "suit": suit}
         head, runs = whole(program, updates, lists, None, device, **given)
         super().__init__(program, plan, runs, device, [head], copies=False, timed=True)
         self.timeline = replace(self.timeline, estimated=spread is not None)

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from ...state.outline import count
-from ..fx_passes.cross_entropy import rewrite_losses
+from ..fx_passes.cross_entropy import suit
 from ..fx_passes.old_values import KEPT, LATER
 from ..passes.out_of_place import write_out_of_place
 from ..program import Instr, Program, Var, written_storages
@@ -76,7 +76,7 @@ def in_parts(
     parts = parts_of(program, plan, in_place=in_place, least=least)
     if parts is None:
         return None
-    suits = rewrite_losses if device.type != "cpu" and compiler is None else None
+    suits = suit if device.type != "cpu" and compiler is None else None
     heads, calls = compiled_once(parts.alike, compiler, device, program.function, in_order=False, suit=suits)
     checks = [instr for instr in plan.head if instr.checks]
     runs = [instr for part in parts.order for instr in calls[part]]
