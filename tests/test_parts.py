@@ -18,7 +18,7 @@ from functional_cg.stages.lower.compiled import lower, prepare
 from functional_cg.stages.lower.functions import FunctionsPlan
 from functional_cg.stages.lower.in_place import InPlacePlan
 from functional_cg.stages.lower.parts import in_parts
-from functional_cg.stages.lower.repeats import frozen
+from functional_cg.stages.passes.equal_calls import frozen
 from functional_cg.stages.plan import lower_aten
 from functional_cg.step import captures
 from functional_cg.testing import assert_trees_all_close, assert_trees_all_equal

@@ -960,6 +960,13 @@ MUTANTS = (
         no_gpu="a rewriting of the program, the same on every device",
     ),
     Mutant(
+        "N93",
+        "equal calls are made once although what they read is overwritten in between",
+        (("        and touched.isdisjoint(apart)\n", ""),),
+        ("tests/properties/test_rewrites.py::test_equal_calls_around_an_overwriting_are_made_twice",),
+        no_gpu="a rewriting of the program, the same on every device",
+    ),
+    Mutant(
         "N94",
         "a compiled step does not notice an index out of range, which a comparison stands for",
         (("            and (index, dim, *shape[dim : dim + 1]) in checked\n", ""),),

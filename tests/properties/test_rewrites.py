@@ -15,6 +15,7 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.stages.lower.compiled import prepare
+from functional_cg.stages.passes.equal_calls import share_equal_calls
 from functional_cg.stages.passes.out_of_place import write_out_of_place
 from functional_cg.stages.plan import Buffers, lower_aten
 from functional_cg.stages.program import Program, written_storages
@@ -124,6 +125,11 @@ def test_calls_out_of_place_compute_what_those_in_place_did(calls: list[tuple[st
 
 
 @given(PROGRAMS)
+def test_equal_calls_may_be_shared(calls: list[tuple[str, int, int]]) -> None:
+    assert_kept(traced(calls, gradient=False), share_equal_calls)
+
+
+@given(PROGRAMS)
 def test_a_step_with_its_backward_keeps_its_results(calls: list[tuple[str, int, int]]) -> None:
     """All passes; a normalization that is computed again may differ in the last bits."""
     try:
@@ -175,3 +181,19 @@ def test_a_value_that_is_seen_through_a_view_is_still_overwritten(view: str) -> 
     before = written_storages(program.instrs)
     write_out_of_place(program)
     assert written_storages(program.instrs) == before != set()
+
+
+def test_equal_calls_are_made_once() -> None:
+    program = traced([("sine again", 0, 0)], gradient=False)
+    sines = lambda: sum(instr.name == "sin" for instr in program.instrs)  # noqa: E731
+    assert sines() == 2
+    share_equal_calls(program)
+    assert sines() == 1
+
+
+def test_equal_calls_around_an_overwriting_are_made_twice() -> None:
+    program = traced(
+        [("sine", 1, 0), ("a row in place", 1, 1), ("sine", 1, 0), ("product", 2, 4)], gradient=False
+    )
+    assert_kept(program, share_equal_calls)
+    assert sum(instr.name == "sin" for instr in program.instrs) == 2

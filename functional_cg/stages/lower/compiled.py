@@ -19,6 +19,7 @@ from ...shards.transfers import TRANSFERS
 from ..branches.choice import choose, in_advance
 from ..branches.listing import in_line
 from ..branches.order import beside_collectives, launches_of
+from ..passes.equal_calls import share_equal_calls
 from ..passes.out_of_place import write_out_of_place
 from ..passes.recompute import keep_as_buffers, recompute
 from ..plan import AtenPlan, Plan, Spread, lower_aten
@@ -162,6 +163,7 @@ def prepare(program: Program, *, budget: float | None = None, large: int = _LARG
       large: Bytes from which a value is worth a kernel.
     """
     write_out_of_place(program)
+    share_equal_calls(program)
     use_known_masks(program)
     recompute(program, budget=budget, large=large)
     keep_as_buffers(program, large=large)

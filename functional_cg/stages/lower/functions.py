@@ -21,6 +21,7 @@ from ...state.outline import count
 from ...tensors.overlap import storage_key
 from ..layouts import laid_out
 from ..passes.bounds import check_values
+from ..passes.equal_calls import frozen, frozen_call
 from ..plan import AtenPlan, Buffers
 from ..program import Instr, Program, Var, highest
 from ..schedule import Schedule
@@ -30,7 +31,6 @@ from ..trial.trial import See
 from .arguments import by_itself, like, tensors_of
 from .graph import Entrance, build_graph
 from .inductor import compile_graph
-from .repeats import frozen, frozen_call
 
 __all__ = [
     "Compiler", "FunctionsPlan", "Head", "Part", "Results", "by_inductor", "checked", "collects", "compiled_once",

@@ -8,34 +8,19 @@ fewest bytes are read again or stored because of the cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-
+from ..passes.equal_calls import frozen, frozen_call
 from ..passes.min_cut import is_fused
 from ..program import Instr, Var
 from ..work import bytes_of, flops_of
 
-__all__ = ["cuts", "frozen", "frozen_call"]
+__all__ = ["cuts"]
 
 _SHORTEST = 8  # calls of a period: a function takes a second to compile, however few calls it has
 _LOSS = 0.01  # of the bytes that a period moves: what cutting may cost
 _TRIED = 64  # places to cut at in a period without products, such as an update
-
-_PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +49,6 @@ def cuts(instrs: Sequence[Instr]) -> list[int]:
             free[stretch.start : stretch.end] = [False] * (stretch.end - stretch.start)
             found += _cheapest(instrs, stretch)
     return sorted(found)
-
-
-def frozen(value: Any, name: Callable[[Var], Any]) -> Hashable:
-    """Return what is equal for equal arguments; of two objects that are no plain values, only for one and the same.
-
-    Args:
-      value: An argument of a call.
-      name: ``name(var)`` stands for a variable.
-    """
-    if isinstance(value, Var):
-        return "var", name(value)
-    if isinstance(value, (list, tuple)):
-        return type(value).__name__, *(frozen(item, name) for item in value)
-    if isinstance(value, _PLAIN):
-        return type(value).__name__, repr(value)  # 1, 1.0 and True are equal, so are 0.0 and -0.0
-    return "object", id(value)
-
-
-def frozen_call(instr: Instr, name: Callable[[Var], Any]) -> Hashable:
-    """Return what is equal for calls of one op on equal arguments; ``name(var)`` stands for a variable."""
-    return instr.op, frozen(instr.args, name), frozen([*instr.kwargs.items()], name)
 
 
 def _kinds(instrs: Sequence[Instr]) -> list[int]:
