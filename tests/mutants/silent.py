@@ -90,6 +90,20 @@ SILENT = (
         no_gpu=NO_GPU,
     ),
     Mutant(
+        "N168",
+        "products that are summed become one product of other rows",
+        (("make(_CAT, (list(rights), 0)", "make(_CAT, (list(rights)[::-1], 0)"),),
+        ("tests/test_summed_products.py::test_sums_of_products_stay",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N169",
+        "products that are summed keep all rows, whatever memory that takes",
+        (("    if after - before <= max(_MORE * before, _FEW):", "    if after:"),),
+        ("tests/test_summed_products.py::test_no_row_is_kept_that_memory_was_not_there_for",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
         "N170",
         "what a step replaces and does not put back counts as put back",
         (("            if before is UNKNOWN or not", "            if before is UNKNOWN and not"),),
@@ -101,6 +115,27 @@ SILENT = (
         "a plan with templates keeps what it was bound to until garbage is looked for",
         (("{name: names.pop(name) for name in", "{name: names[name] for name in"),),
         ("tests/pipelines/test_templates.py::test_a_bound_plan_is_freed_by_reference_counts_alone",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N172",
+        "a term of an inner sum is added at the last sum, whatever wrote it in between",
+        (
+            (
+                "        return self._written.isdisjoint(term.storage for term in made.inputs())",
+                "        return True",
+            ),
+        ),
+        (
+            "tests/test_summed_products.py::test_a_term_that_is_written_before_the_last_product_is_added_as_it_was[False]",
+        ),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N173",
+        "a cast of products that rounds becomes one of their sum",
+        (("(given.dtype, made.dtype) in _WIDER and bool(", "bool("),),
+        ("tests/test_summed_products.py::test_products_stay_whose_cast_is_not_that_of_their_sum[int32]",),
         no_gpu=NO_GPU,
     ),
     Mutant(

@@ -22,6 +22,7 @@ from ..branches.order import beside_collectives, launches_of
 from ..passes.equal_calls import share_equal_calls
 from ..passes.out_of_place import write_out_of_place
 from ..passes.recompute import keep_as_buffers, recompute
+from ..passes.summed_products import join_summed_products
 from ..plan import AtenPlan, Plan, Spread, lower_aten
 from ..program import Program
 from ..schedule import schedule
@@ -164,6 +165,7 @@ def prepare(program: Program, *, budget: float | None = None, large: int = _LARG
     """
     write_out_of_place(program)
     share_equal_calls(program)
+    join_summed_products(program)
     use_known_masks(program)
     recompute(program, budget=budget, large=large)
     keep_as_buffers(program, large=large)
