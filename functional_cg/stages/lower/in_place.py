@@ -18,6 +18,7 @@ from ..branches.races import refuse_races
 from ..branches.rehearsal import Lanes
 from ..branches.units import Unit
 from ..fx_passes.cross_entropy import suit
+from ..fx_passes.products import batch_gradients
 from ..passes.fused import group_size, split_light, written_pairs
 from ..passes.rewrite import clears
 from ..plan import Before, Buffers, Plan, Run, Spread
@@ -54,7 +55,7 @@ class InPlacePlan(FunctionsPlan):
         self._light = {f"{instr.name}.{number}": instr for number, instr in enumerate(plan.fused)}
         lists = [instr for instr in plan.fused if not written_pairs(instr)]
         updates = replace(plan, fused=[instr for instr in plan.fused if instr not in lists])
-        given: Any = {"in_place": True, "small": self._small, "suit": suit}
+        given: Any = {"in_place": True, "small": self._small, "suit": self._suit}
         head, runs = whole(program, updates, lists, None, device, **given)
         super().__init__(program, plan, runs, device, [head], copies=False, timed=True)
         self.timeline = replace(self.timeline, estimated=spread is not None)
@@ -157,7 +158,19 @@ class InPlacePlan(FunctionsPlan):
                 refuse_races(timeline, name)
         if timeline.lanes == 1:
             head.compiled = None
+            self._suit_one_line(head.graph.graph)
+            head.graph.recompile()
         self.tell(timeline)
+
+    def _suit(self, graph: fx.Graph) -> None:
+        suit(graph)
+        if self._spread is None:
+            self._suit_one_line(graph)
+
+    def _suit_one_line(self, graph: fx.Graph) -> None:
+        """Change the graph as suits one line; on lanes, weight gradients run beside the chain of the others."""
+        if self._small:
+            batch_gradients(graph)
 
 
 def _move_lists(plan: Schedule, light: Collection[Instr]) -> None:
