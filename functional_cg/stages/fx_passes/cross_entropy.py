@@ -11,7 +11,7 @@ may differ in the last bits: the sum over the classes is added up in another ord
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,35 +91,28 @@ def _cross_entropy(
     return found
 
 
-def _read_rows_cuda(*arguments: Any) -> Tensor:
-    from ...tensors.cross_entropy_triton import read_rows_cuda
+def _on_cuda(name: str) -> Callable[..., Any]:
+    """Return what runs the kernels of a GPU, which import Triton."""
 
-    return read_rows_cuda(*arguments)
+    def run(*arguments: Any) -> Any:
+        from ...tensors import cross_entropy_triton
 
+        return getattr(cross_entropy_triton, name)(*arguments)
 
-def _write_rows_cuda(*arguments: Any) -> None:
-    from ...tensors.cross_entropy_triton import write_rows_cuda
-
-    write_rows_cuda(*arguments)
-
-
-def _cross_entropy_cuda(*arguments: Any) -> Tensor:
-    from ...tensors.cross_entropy_triton import cross_entropy_cuda
-
-    return cross_entropy_cuda(*arguments)
+    return run
 
 
 def _found_fake(rows: Tensor, *_: Any) -> Tensor:
     return rows.new_empty((4, rows.shape[0]), dtype=torch.float32)
 
 
-for _name, _cpu, _cuda, _fake in (
-    ("read_rows", _read_rows, _read_rows_cuda, _found_fake),
-    ("write_rows_", _write_rows, _write_rows_cuda, lambda *_: None),
-    ("cross_entropy_", _cross_entropy, _cross_entropy_cuda, _found_fake),
+for _name, _cpu, _fake in (
+    ("read_rows", _read_rows, _found_fake),
+    ("write_rows_", _write_rows, lambda *_: None),
+    ("cross_entropy_", _cross_entropy, _found_fake),
 ):
     _library.impl(_name, _cpu, "CPU")
-    _library.impl(_name, _cuda, "CUDA")
+    _library.impl(_name, _on_cuda(f"{_name.removesuffix('_')}_cuda"), "CUDA")
     _library._register_fake(_name, _fake)
 
 
