@@ -8,7 +8,7 @@ The gradient of ``gather`` with one index for each row is an elementwise call ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ __all__ = [
     "VIEWS",
     "add",
     "as_shape",
+    "behind",
     "drop_unread",
     "instead",
     "is_written",
@@ -53,6 +54,13 @@ def instead(node: fx.Node, target: Any, args: Any, **kwargs: Any) -> fx.Node:
         made = add(node.graph, target, args, node.meta.get("spec"), **kwargs)
     node.replace_all_uses_with(made)
     return made
+
+
+def behind(value: Any, ops: Collection[Any] = VIEWS) -> Any:
+    """Return what a value is made of by some ops alone, such as views; anything else as it is."""
+    while isinstance(value, fx.Node) and value.target in ops:
+        value = value.args[0]
+    return value
 
 
 def drop_unread(graph: fx.Graph) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from .canonical import CAST, VIEWS, is_written, picked_slope
+from .canonical import CAST, VIEWS, behind, is_written, picked_slope
 from .capped import chain_of
 from .logits import is_by_element, product_and_calls
 
@@ -24,7 +24,7 @@ __all__ = ["OF_LOGP", "Computed", "RowLoss", "Slope", "flat"]
 
 _aten = torch.ops.aten
 _LSE = _aten.logsumexp.default
-_SHAPES = frozenset({*VIEWS, _aten.unsqueeze.default})
+_SHAPES = frozenset({*VIEWS, _aten.unsqueeze.default})  # they keep the order of elements
 OF_LOGP = frozenset({_aten.sum.dim_IntList, _aten.mean.dim})  # over all classes
 
 
@@ -211,7 +211,7 @@ class RowLoss:
 
     def _picks(self, index: Any, ignored: int | None) -> bool:
         """Whether elements are picked by the same numbers as all others."""
-        root = _root(index)
+        root = behind(index, _SHAPES)
         count = torch.Size(root.meta["spec"].shape).numel()
         if is_written(root) or count != self.product.meta["spec"].shape[0]:
             return False
@@ -297,7 +297,7 @@ class RowLoss:
         one, other = node.args
         if not self._is_logits(one):
             return self.arithmetic(node)
-        known = _root(other) if isinstance(other, fx.Node) and not node.kwargs else None
+        known = None if node.kwargs else behind(other, _SHAPES)
         return _Logp() if known in self.readers and known.target is _LSE else None
 
 
@@ -329,13 +329,6 @@ _RULES: Mapping[Any, Callable[[RowLoss, fx.Node], Value | None]] = MappingProxyT
         _aten.sub.Tensor: RowLoss.shifted,
     }
 )
-
-
-def _root(node: Any) -> fx.Node:
-    """Return what a node is a view of, by calls that keep the order of elements."""
-    while node.target in _SHAPES:
-        node = node.args[0]
-    return node  # type: ignore[no-any-return]
 
 
 def _is_remade(one: Any, other: Any, depth: int = 8) -> bool:
