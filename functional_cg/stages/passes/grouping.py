@@ -87,10 +87,11 @@ def _reductions(instrs: Sequence[Instr], limit: int) -> list[Instr]:
     following = dict(itertools.pairwise([*starts, len(instrs)]))
     for instr in instrs:
         if instr not in launches:
-            waits = [following[place[launches[one]]] + 0.5 for one in needs[instr] if one in launches]
-            place[instr] = max(
-                [place[instr], *waits, *(place[one] for one in needs[instr] if one not in launches)]
-            )
+            there = [
+                following[place[launches[one]]] + 0.5 if one in launches else place[one]
+                for one in needs[instr]
+            ]
+            place[instr] = max([place[instr], *there])
     return _moved(instrs, launches, needs, place)
 
 
@@ -108,13 +109,10 @@ def _moved(
       needs: What each of them needs.
       place: The place of each, and of what stands for some.
     """
-    joined: dict[Instr, list[Instr]] = {
-        launch: [] for launch in launches.values()
-    }  # first of what has one place
+    # Launches first: of calls with one place, they are the earliest.
+    joined = {one: list[Instr]() for one in (*launches.values(), *instrs) if launches.get(one, one) is one}
     for instr in instrs:
-        joined.setdefault(launches.get(instr, instr), []).extend(
-            launches.get(one, one) for one in needs[instr]
-        )
+        joined[launches.get(instr, instr)] += [launches.get(one, one) for one in needs[instr]]
     return behind_needs(sorted(joined, key=place.__getitem__), joined.__getitem__)
 
 

@@ -283,8 +283,10 @@ def _cheapest(network: Any) -> tuple[set[int], set[int]]:
 
     ends = {_FORWARD, _BACKWARD}
     late: set[Any] = set()
-    for part in nx.weakly_connected_components(network.subgraph(network.nodes - ends)):
-        own = network.subgraph(part | ends)
+    inner = network.copy()
+    inner.remove_nodes_from(ends)
+    for part in nx.weakly_connected_components(inner):
+        own = nx.DiGraph([*network.in_edges(part, data=True), *network.out_edges(part, data=True)])
         if all(math.isinf(edge["capacity"]) for edge in own[_FORWARD].values()):
             late |= own.pred[_BACKWARD].keys()
         else:
