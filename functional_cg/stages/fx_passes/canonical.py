@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,7 +147,7 @@ def softmax_by_rows(graph: fx.Graph) -> None:
             continue
         rows = _rows(spec.shape)
         with graph.inserting_before(node):
-            made = graph.node_copy(node, lambda one, shape=rows: as_shape(graph, one, shape))
+            made = graph.node_copy(node, partial(as_shape, graph, shape=rows))
             made.update_arg(position, 1)
             made.meta["spec"] = replace(spec, shape=rows, stride=(rows[1], 1))
             result = as_shape(graph, made, spec.shape)
