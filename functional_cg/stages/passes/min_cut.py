@@ -287,6 +287,7 @@ def _cheapest(network: Any) -> tuple[set[int], set[int]]:
     inner.remove_nodes_from(ends)
     for part in nx.weakly_connected_components(inner):
         own = nx.DiGraph([*network.in_edges(part, data=True), *network.out_edges(part, data=True)])
+        own.add_nodes_from(ends)
         if all(math.isinf(edge["capacity"]) for edge in own[_FORWARD].values()):
             late |= own.pred[_BACKWARD].keys()
         else:
