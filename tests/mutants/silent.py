@@ -321,8 +321,8 @@ SILENT = (
         "a loss whose targets are computed late takes the memory of its logits twice",
         (
             (
-                "if one in needed or place.get(one, end) < end:\n            continue\n",
-                "if one in needed or place.get(one, end) < end:\n            continue\n        return None\n",
+                "if one in needed or free.get(one, end) < end:\n            continue\n",
+                "if one in needed or free.get(one, end) < end:\n            continue\n        return False\n",
             ),
         ),
         ("tests/test_parts.py::test_the_gradient_of_a_large_loss_lies_in_the_memory_of_the_logits",),

@@ -14,6 +14,7 @@ from itertools import combinations
 from typing import Any
 
 import hypothesis
+import networkx as nx
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 import functional_cg as fcg
 from functional_cg.stages.lower.compiled import prepare
-from functional_cg.stages.passes.min_cut import _Network
+from functional_cg.stages.passes.min_cut import _BACKWARD, _FORWARD, _cheapest
 from functional_cg.stages.program import Program
 from tests.operations import COMMON
 from tests.shares import share
@@ -248,23 +249,23 @@ def networks(draw: Callable[[Any], Any]) -> Any:
 def test_no_choice_costs_less(drawn: Any) -> None:
     """Each choice of what is computed again: the rest of what is needed, or made from, is kept."""
     keep, compute, made, reads, needed = drawn
-    network = _Network()
+    network: Any = nx.DiGraph()
     for one in range(len(keep)):
-        network.keep(one, keep[one])
-        network.compute(one, compute[one])
+        network.add_edge((one, 0), (one, 1), capacity=keep[one])
+        network.add_edge(_FORWARD, (one, 0), capacity=compute[one])
         for source in made[one] if compute[one] < math.inf else ():
-            network.connect(source, one)
+            network.add_edge((source, 1), (one, 0), capacity=math.inf)
     for (source, one), cost in reads.items():
-        network.read(source, one, cost)
+        network.add_edge((source, 0), (one, 0), capacity=cost)
     for one in needed:
-        network.need(one)
+        network.add_edge((one, 1), _BACKWARD, capacity=math.inf)
 
     def total(again: set[int]) -> float:
         kept = (needed | {source for one in again for source in made[one]}) - again
         read = sum(cost for (source, one), cost in reads.items() if one in again and source not in again)
         return sum(keep[one] for one in kept) + sum(compute[one] for one in again) + read
 
-    again, kept = network.cheapest()
+    again, kept = _cheapest(network)
     assert kept >= (needed | {source for one in again for source in made[one]}) - again
     choices = (set(some) for size in range(len(keep) + 1) for some in combinations(range(len(keep)), size))
     assert total(again) == min(map(total, choices))

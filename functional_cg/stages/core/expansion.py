@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-__all__ = ["Expander", "Expansion", "Same", "leaves"]
+__all__ = ["Expander", "Expansion", "Same", "leaves", "written_through"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,9 @@ class Expander:
           call: The call as a function of its tensors.
           tensors: Fake tensors like them, each with memory of its own.
         """
+        from torch._dispatch.python import enable_python_dispatcher
         from torch._subclasses.functional_tensor import FunctionalTensorMode
+        from torch.fx.experimental.proxy_tensor import make_fx
 
         found: list[Any] = []
         # Torch keeps such calls in order by tokens; ours write no tensor, and stay where they are.
@@ -90,61 +92,43 @@ class Expander:
             found.extend((results, list(written)))
             return [*made, *written.values()]
 
-        module, nodes = self._trace(
-            source, traced, tensors, FunctionalTensorMode() if pure else nullcontext()
-        )
-        results, written = found
-        rest = iter(nodes)
-        results = map_aggregate(results, lambda one: next(rest) if isinstance(one, Tensor) else one)
-        return Expansion(module, results, dict(zip(written, rest, strict=True)))
-
-    def write(
-        self, source: fx.Node, call: Callable[..., Any], place: int, number: int, tensors: Sequence[Tensor]
-    ) -> Expansion:
-        """Expand a write into a view that a call returns.
-
-        Args:
-          source: The call's node.
-          call: The call as a function of its tensors.
-          place: The view's place among its results.
-          number: Which of its tensors is viewed, and thereby written.
-          tensors: Fake tensors like those of the call, and one like the new value of the view.
-        """
-
-        from torch._subclasses.functional_tensor import FunctionalTensorMode
-
-        def traced(*given: Tensor) -> list[Tensor]:
-            known = [_functional(one) for one in given[:-1]]
-            view: Any = leaves(call(*known))[place]
-            if _memory(view.elem) != _memory(known[number].elem):  # its schema does not say that it is one
-                view = known[number].as_strided(view.shape, view.stride(), view.storage_offset())
-            view.replace_(given[-1])
-            view.commit_update()
-            return [_plain(known[number])]
-
-        module, (node,) = self._trace(source, traced, tensors, FunctionalTensorMode())
-        return Expansion(module, (), {number: node})
-
-    def _trace(
-        self, source: fx.Node, call: Callable[..., Any], tensors: Sequence[Tensor], writes: Any
-    ) -> tuple[fx.GraphModule, Sequence[fx.Node]]:
-        from torch._dispatch.python import enable_python_dispatcher
-        from torch.fx.experimental.proxy_tensor import make_fx
-
         with (
             fx.traceback.preserve_node_meta(),
             self._mode,
             enable_python_dispatcher(),
-            writes,
+            FunctionalTensorMode() if pure else nullcontext(),
         ):
-            trace = make_fx(call, decomposition_table=self._formulas, _disable_torch_fn_metadata_mode=True)
+            trace = make_fx(traced, decomposition_table=self._formulas, _disable_torch_fn_metadata_mode=True)
             module = trace(*tensors)
         for node in module.graph.nodes:
             schema = getattr(node.target, "_schema", None)
             if node.op == "call_function" and schema is not None and schema.is_mutable:
                 raise NotImplementedError(f"{source.target} writes by {node.target}, which has no other form")
         nodes: Any = module.graph.output_node().args[0]
-        return module, nodes
+        results, written = found
+        rest = iter(nodes)
+        results = map_aggregate(results, lambda one: next(rest) if isinstance(one, Tensor) else one)
+        return Expansion(module, results, dict(zip(written, rest, strict=True)))
+
+
+def written_through(call: Callable[..., Any], place: int, number: int) -> Callable[..., None]:
+    """Return what writes a view that a call returns: a function of the call's tensors and the view's new value.
+
+    Args:
+      call: The call as a function of its tensors.
+      place: The view's place among its results.
+      number: Which of its tensors is viewed, and thereby written.
+    """
+
+    def write(*given: Any) -> None:
+        *known, new = given
+        view: Any = leaves(call(*known))[place]
+        if _memory(view.elem) != _memory(known[number].elem):  # its schema does not say that it is one
+            view = known[number].as_strided(view.shape, view.stride(), view.storage_offset())
+        view.replace_(_plain(new))
+        view.commit_update()
+
+    return write
 
 
 def leaves(nested: Any) -> list[Any]:

@@ -23,7 +23,7 @@ from torch.fx.traceback import NodeSource, NodeSourceAction
 
 from ...tensors.overlap import storage_key
 from ..layouts import laid_out
-from .expansion import Expander, Expansion, Same, leaves
+from .expansion import Expander, Expansion, Same, leaves, written_through
 
 __all__ = ["core_graph"]
 
@@ -186,8 +186,7 @@ class _Builder:
             node, partial(_apply, node.target, arguments), (node.target, repr(arguments)) if known else None
         )
         given = list(map(self._current, tensors))
-        expansion = self._expansion(call, given)
-        nodes = self._put_in(expansion, node, given)
+        expansion, nodes = self._put_in(call, given)
         for one in (*leaves(expansion.results), *expansion.written.values()):
             if isinstance(one, fx.Node):
                 nodes[one].meta["result"] = True
@@ -217,8 +216,8 @@ class _Builder:
             )
         if made.dtype != spec.dtype:
             call = _Call(source, partial(_cast, spec.dtype), (_cast, spec.dtype))
-            expansion = self._expansion(call, [value.node])
-            value.node = self._put_in(expansion, source, [value.node])[expansion.results]
+            expansion, nodes = self._put_in(call, [value.node])
+            value.node = nodes[expansion.results]
             value.node.meta["result"] = True
 
     def _value(
@@ -239,9 +238,7 @@ class _Builder:
         """Return the node of a value after all writes so far."""
         view = value.view
         if view is not None and value.writes != value.memory.writes:
-            given = self._given(view)
-            expansion = self._expansion(view.call, given)
-            nodes = self._put_in(expansion, view.call.source, given)
+            expansion, nodes = self._put_in(view.call, self._given(view))
             value.node = nodes[leaves(expansion.results)[view.place]]
             value.writes = value.memory.writes
         return value.node
@@ -262,41 +259,34 @@ class _Builder:
             value.memory.writes += 1
             value.writes = value.memory.writes
             return
-        given = [*self._given(view), new]
-        expansion = self._expansion(view.call, given, view)
-        nodes = self._put_in(expansion, view.call.source, given)
+        key = None if view.call.key is None else (view.call.key, view.place, view.number)
+        call = _Call(view.call.source, written_through(view.call.apply, view.place, view.number), key)
+        expansion, nodes = self._put_in(call, [*self._given(view), new])
         self._write(view.base, nodes[expansion.written[view.number]], source)
 
     def _laid_out(self, new: fx.Node, stride: tuple[int, ...], source: fx.Node) -> fx.Node:
         """Return a new value in the strides of the memory: an op that writes keeps them, its other form may not."""
         if new.meta["val"].stride() == stride:
             return new
-        expansion = self._expansion(_Call(source, partial(_lay_out, stride), (laid_out, stride)), [new])
-        return self._put_in(expansion, source, [new]).get(expansion.results, new)
+        expansion, nodes = self._put_in(_Call(source, partial(_lay_out, stride), (laid_out, stride)), [new])
+        return nodes.get(expansion.results, new)
 
-    def _expansion(self, call: _Call, given: Sequence[fx.Node], view: _View | None = None) -> Expansion:
-        """Return what a call, or a write into its view, becomes for these tensors."""
+    def _expansion(self, call: _Call, given: Sequence[fx.Node]) -> Expansion:
+        """Return what a call becomes for these tensors."""
         tensors = [node.meta["val"] for node in given]
-        at = None if view is None else (view.place, view.number)
-        key = (at, call.key, *map(_like, tensors))
-        found = None if call.key is None else self.known.get(key)
-        if found is None:
+        key = (call if call.key is None else call.key, *map(_like, tensors))
+        if key not in self.known:
             copies = [self._copy(one, {}) for one in tensors]
-            if view is None:
-                found = self.expander.call(call.source, call.apply, copies)
-            else:
-                found = self.expander.write(call.source, call.apply, view.place, view.number, copies)
-            self.known[key if call.key is not None else call] = found
-        return found
+            self.known[key] = self.expander.call(call.source, call.apply, copies)
+        return self.known[key]
 
-    def _put_in(
-        self, expansion: Expansion, source: fx.Node, given: Sequence[fx.Node]
-    ) -> dict[fx.Node, fx.Node]:
-        """Add the calls of an expansion; return the nodes that stand for its own."""
+    def _put_in(self, call: _Call, given: Sequence[fx.Node]) -> tuple[Expansion, dict[fx.Node, fx.Node]]:
+        """Add what a call becomes; return that, and the nodes that stand for its own."""
+        expansion = self._expansion(call, given)
         nodes: dict[fx.Node, fx.Node] = {}
         storages: dict[int, torch.UntypedStorage] = {}
         tensors = iter(given)
-        origin = [NodeSource(source, __name__, NodeSourceAction.CREATE)]
+        origin = [NodeSource(call.source, __name__, NodeSourceAction.CREATE)]
 
         def again(one: Any) -> Any:
             return self._copy(one, storages) if isinstance(one, Tensor) else one
@@ -318,7 +308,7 @@ class _Builder:
                     value = one.meta.get("val")
                     several = isinstance(value, (list, tuple))
                     node.meta["val"] = type(value)(map(again, value)) if several else again(value)
-        return nodes
+        return expansion, nodes
 
     def _add(self, target: Any, args: Any, kwargs: Any, name: str, meta: dict[str, Any]) -> fx.Node:
         node = self.graph.create_node("call_function", target, args, kwargs, name)

@@ -8,8 +8,9 @@ The gradient of ``gather`` with one index for each row is an elementwise call ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,11 @@ from ...tensors.op_table import row_of
 __all__ = [
     "CAST",
     "VIEWS",
+    "add",
     "as_shape",
+    "behind",
+    "drop_unread",
+    "instead",
     "is_written",
     "narrow_views",
     "pick_by_comparison",
@@ -34,6 +39,34 @@ _aten = torch.ops.aten
 CAST = _aten._to_copy.default
 VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default})
 _SOFTMAX, _SLOPE = _aten._log_softmax.default, _aten._log_softmax_backward_data.default
+
+
+def add(graph: fx.Graph, target: Any, args: Any, spec: BufferSpec | None = None, **kwargs: Any) -> fx.Node:
+    """Insert a call; return its node, with the spec of what it makes if that is told."""
+    node = graph.call_function(target, args, kwargs)
+    if spec is not None:
+        node.meta["spec"] = spec
+    return node
+
+
+def instead(node: fx.Node, target: Any, args: Any, **kwargs: Any) -> fx.Node:
+    """Let all that read a call read another one, made at its place; return that one."""
+    with node.graph.inserting_before(node):
+        made = add(node.graph, target, args, node.meta.get("spec"), **kwargs)
+    node.replace_all_uses_with(made)
+    return made
+
+
+def behind(value: Any, ops: Collection[Any] = VIEWS) -> Any:
+    """Return what a value is made of by some ops alone, such as views; anything else as it is."""
+    while isinstance(value, fx.Node) and value.target in ops:
+        value = value.args[0]
+    return value
+
+
+def drop_unread(graph: fx.Graph) -> None:
+    """Erase the calls that nothing reads, but those that write or check."""
+    graph.eliminate_dead_code(lambda node: node.is_impure() or is_written(node))
 
 
 def pick_by_comparison(graph: fx.Graph) -> None:
@@ -58,13 +91,8 @@ def pick_by_comparison(graph: fx.Graph) -> None:
             and shapes == {picked}
             and (index, dim, *shape[dim : dim + 1]) in checked
         ):
-            with graph.inserting_before(node):
-                slope = graph.call_function(picked_slope, (index, source, dim, shape[dim]))
-            slope.meta["spec"] = node.meta["spec"]
-            node.replace_all_uses_with(slope)
-            graph.erase_node(node)
-            if not zeros.users:
-                graph.erase_node(zeros)
+            instead(node, picked_slope, (index, source, dim, shape[dim]))
+    drop_unread(graph)
 
 
 def picked_slope(index: Tensor, source: Tensor, dim: int, size: int) -> Tensor:
@@ -89,26 +117,18 @@ def softmax_in_fp32(graph: fx.Graph) -> None:
             continue
         spec: BufferSpec = casts[0].meta["spec"]
         with graph.inserting_before(node):
-            wide = graph.call_function(CAST, (node.args[0],), {"dtype": spec.dtype})
-            made = graph.call_function(_SOFTMAX, (wide, *node.args[1:]))
-        wide.meta["spec"] = replace(node.args[0].meta["spec"], dtype=spec.dtype)
-        made.meta["spec"] = spec
+            given = replace(node.args[0].meta["spec"], dtype=spec.dtype)
+            wide = add(graph, CAST, (node.args[0],), given, dtype=spec.dtype)
+            made = add(graph, _SOFTMAX, (wide, *node.args[1:]), spec)
         for slope in slopes:
-            rounded = slope.args[0]
+            rounded: BufferSpec = slope.meta["spec"]
             with graph.inserting_before(slope):
-                grad = _source(rounded)
-                back = graph.call_function(_SLOPE, (grad, made, slope.args[2], spec.dtype))
-                narrow = graph.call_function(CAST, (back,), {"dtype": slope.meta["spec"].dtype})
-            back.meta["spec"] = replace(slope.meta["spec"], dtype=spec.dtype)
-            narrow.meta["spec"] = slope.meta["spec"]
-            slope.replace_all_uses_with(narrow)
-            graph.erase_node(slope)
-            if not rounded.users:
-                graph.erase_node(rounded)
+                arguments = _source(slope.args[0]), made, slope.args[2], spec.dtype
+                back = add(graph, _SLOPE, arguments, replace(rounded, dtype=spec.dtype))
+            instead(slope, CAST, (back,), dtype=rounded.dtype)
         for cast in casts:
             cast.replace_all_uses_with(made)
-            graph.erase_node(cast)
-        graph.erase_node(node)
+    drop_unread(graph)
 
 
 def softmax_by_rows(graph: fx.Graph) -> None:
@@ -125,22 +145,17 @@ def softmax_by_rows(graph: fx.Graph) -> None:
         node.update_arg(position, len(spec.shape) - 1)
         if len(spec.shape) == 2:
             continue
+        rows = _rows(spec.shape)
         with graph.inserting_before(node):
-            tensors = {
-                arg: as_shape(graph, arg, _rows(spec.shape)) for arg in dict.fromkeys(node.all_input_nodes)
-            }
-            made = graph.node_copy(node, tensors.__getitem__)
+            made = graph.node_copy(node, partial(as_shape, graph, shape=rows))
             made.update_arg(position, 1)
-            made.meta["spec"] = replace(spec, shape=_rows(spec.shape), stride=(spec.shape[-1], 1))
+            made.meta["spec"] = replace(spec, shape=rows, stride=(rows[1], 1))
             result = as_shape(graph, made, spec.shape)
         node.replace_all_uses_with(result)
-        graph.erase_node(node)
     for node in list(graph.nodes):
         if node.target in VIEWS and "spec" in node.meta:
-            _skip(graph, node)
-    for node in reversed(list(graph.nodes)):
-        if node.target in VIEWS and not node.users:
-            graph.erase_node(node)
+            _skip(node)
+    drop_unread(graph)
 
 
 def _rows(shape: Sequence[int]) -> tuple[int, int]:
@@ -149,14 +164,13 @@ def _rows(shape: Sequence[int]) -> tuple[int, int]:
 
 def as_shape(graph: fx.Graph, value: fx.Node, shape: Sequence[int]) -> fx.Node:
     """View a value in a shape, whose last dimension is the value's."""
-    view = graph.call_function(_aten.reshape.default, (value, list(shape)))
     spec: BufferSpec = value.meta["spec"]
     strides = torch.empty_strided(spec.shape, spec.stride, device="meta").reshape(shape).stride()
-    view.meta["spec"] = replace(spec, shape=tuple(shape), stride=strides)
-    return view
+    made = replace(spec, shape=tuple(shape), stride=strides)
+    return add(graph, _aten.reshape.default, (value, list(shape)), made)
 
 
-def _skip(graph: fx.Graph, view: fx.Node) -> None:
+def _skip(view: fx.Node) -> None:
     """Let the readers of a view of views read the value that it is a view of, if it has that one's shape."""
     source = view
     while source.target in VIEWS:

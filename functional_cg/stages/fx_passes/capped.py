@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .canonical import CAST, VIEWS, is_written
+from .canonical import CAST, VIEWS, behind, is_written
 
 __all__ = ["DTYPES", "Link", "back_through", "chain_of", "gradient_of", "through"]
 
@@ -112,7 +112,7 @@ def gradient_of(
             grad, value = user.args if user.target is _TANH_SLOPE else (None, None)
             if not isinstance(value, fx.Node) or not remade(value, call):
                 return None
-            follows = _skip_views(grad) is _skip_views(node)
+            follows = behind(grad) is behind(node)
         else:
             follows = user.target is call.target and user.args[1:] == call.args[1:]
         if not follows or user.meta["spec"].dtype is not source.meta["spec"].dtype:
@@ -129,9 +129,3 @@ def _to_only_reader(node: fx.Node) -> list[fx.Node]:
         if node.target not in VIEWS:
             break
     return found
-
-
-def _skip_views(value: Any) -> Any:
-    while isinstance(value, fx.Node) and value.target in VIEWS:
-        value = value.args[0]
-    return value

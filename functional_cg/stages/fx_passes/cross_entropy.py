@@ -12,19 +12,29 @@ may differ in the last bits: the sum over the classes is added up in another ord
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from .canonical import CAST, as_shape, is_written, narrow_views, softmax_by_rows, softmax_in_fp32
+from .canonical import (
+    CAST,
+    add,
+    as_shape,
+    drop_unread,
+    instead,
+    is_written,
+    narrow_views,
+    pick_by_comparison,
+    softmax_by_rows,
+    softmax_in_fp32,
+)
 from .capped import DTYPES, Link, back_through, chain_of, gradient_of, through
-from .logits import before, is_large, product_and_calls, read_targets_first, writes
+from .logits import bring_forward, is_large, product_and_calls, writes
 from .padding import Padded, may_be_padded
 from .row_values import OF_LOGP, Computed, RowLoss, Slope, flat
 
-__all__ = ["join_gradients", "rewrite_losses"]
+__all__ = ["rewrite_losses", "suit"]
 
 _aten = torch.ops.aten
 _FIELDS = ("call", "number", "dtype_name")  # of a link, in the order of the ops' arguments
@@ -81,109 +91,81 @@ def _cross_entropy(
     return found
 
 
-def _read_rows_cuda(*arguments: Any) -> Tensor:
-    from ...tensors.cross_entropy_triton import read_rows_cuda
+def _on_cuda(name: str) -> Callable[..., Any]:
+    """Return what runs the kernels of a GPU, which import Triton."""
 
-    return read_rows_cuda(*arguments)
+    def run(*arguments: Any) -> Any:
+        from ...tensors import cross_entropy_triton
 
+        return getattr(cross_entropy_triton, name)(*arguments)
 
-def _write_rows_cuda(*arguments: Any) -> None:
-    from ...tensors.cross_entropy_triton import write_rows_cuda
-
-    write_rows_cuda(*arguments)
-
-
-def _cross_entropy_cuda(*arguments: Any) -> Tensor:
-    from ...tensors.cross_entropy_triton import cross_entropy_cuda
-
-    return cross_entropy_cuda(*arguments)
+    return run
 
 
 def _found_fake(rows: Tensor, *_: Any) -> Tensor:
     return rows.new_empty((4, rows.shape[0]), dtype=torch.float32)
 
 
-for _name, _cpu, _cuda, _fake in (
-    ("read_rows", _read_rows, _read_rows_cuda, _found_fake),
-    ("write_rows_", _write_rows, _write_rows_cuda, lambda *_: None),
-    ("cross_entropy_", _cross_entropy, _cross_entropy_cuda, _found_fake),
+for _name, _cpu, _fake in (
+    ("read_rows", _read_rows, _found_fake),
+    ("write_rows_", _write_rows, lambda *_: None),
+    ("cross_entropy_", _cross_entropy, _found_fake),
 ):
     _library.impl(_name, _cpu, "CPU")
-    _library.impl(_name, _cuda, "CUDA")
+    _library.impl(_name, _on_cuda(f"{_name.removesuffix('_')}_cuda"), "CUDA")
     _library._register_fake(_name, _fake)
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A loss whose gradient is made of numbers of rows.
-
-    Attributes:
-      loss: What the graph makes of the product.
-      slope: The gradient of what the loss takes.
-      path: The nodes from there to the gradient of the product.
-      made: What is not needed any more, but for the last of the path; none of it comes later.
-    """
-
-    loss: RowLoss
-    slope: Slope
-    path: list[fx.Node]
-    made: set[fx.Node]
-
-    @property
-    def result(self) -> fx.Node:
-        return self.path[-1]
+def suit(graph: fx.Graph) -> None:
+    """Change a graph in place as suits a GPU: gathers' gradients by comparison, large losses by kernels."""
+    pick_by_comparison(graph)
+    rewrite_losses(graph)
 
 
 def rewrite_losses(graph: fx.Graph) -> None:
-    """Let the gradients of losses over many classes lie in the memory of the logits: by kernels, or by an early read.
-
-    Args:
-      graph: The graph; its nodes have their ``spec`` in ``meta``.
-    """
-    join_gradients(graph)
-    read_targets_first(graph)
-
-
-def join_gradients(graph: fx.Graph) -> None:
     """Rewrite the losses of a graph whose logits are a large product that nothing else reads.
 
     Args:
       graph: The graph; its nodes have their ``spec`` in ``meta``.
     """
+    if not _large(graph):
+        return
     softmax_in_fp32(graph)
     softmax_by_rows(graph)
     narrow_views(graph)
-    starts = [
-        node
-        for op in (_aten._log_softmax.default, _aten.logsumexp.default)
-        for node in graph.find_nodes(op="call_function", target=op)
-        if is_large(node.args[0].meta["spec"])
-    ]
     products: dict[fx.Node, list[fx.Node]] = {}
-    for start in starts:
+    for start in _large(graph):
         product, calls = product_and_calls(start.args[0])
         if product is not None and chain_of(calls) is not None:
             products.setdefault(product, calls)
     for product, calls in products.items():
         # Counted again for each loss: one that got the kernel overwrites its logits, which now hold their gradient.
         place = {node: number for number, node in enumerate(graph.nodes)}
-        found = _found(graph, product, calls, place)
-        if found is None or found.loss.target is None or is_written(found.loss.target):
-            continue
-        span = range(place[product] + 1, place[found.result])
-        if not any(place[node] in span for node in graph.nodes if writes(node)):
-            _join(graph, found, place)
+        loss = RowLoss(product, calls)
+        loss.follow(graph)
+        found = _gradient(loss, place)
+        if found is not None:
+            _join(loss, *found, place)
 
 
-def _found(
-    graph: fx.Graph, product: fx.Node, calls: list[fx.Node], place: Mapping[fx.Node, int]
-) -> _Found | None:
-    """Return a product's loss with its gradient if the kernels can compute them; None otherwise."""
-    loss = RowLoss(product, calls)
-    loss.follow(graph)
-    spec = product.meta["spec"]
+def _large(graph: fx.Graph) -> list[Any]:
+    """Return what reads logits so large that saving their memory is worth extra kernels."""
+    return [
+        node
+        for op in (_aten._log_softmax.default, _aten.logsumexp.default)
+        for node in graph.find_nodes(op="call_function", target=op)
+        if "spec" in node.args[0].meta and is_large(node.args[0].meta["spec"])
+    ]
+
+
+def _gradient(loss: RowLoss, place: Mapping[fx.Node, int]) -> tuple[Slope, list[fx.Node]] | None:
+    """Return the gradient of what a loss takes, and the nodes from there to that of the product.
+
+    None if the kernels cannot compute them.
+    """
+    product, calls, spec = loss.product, loss.calls, loss.product.meta["spec"]
     fits = spec.dtype in DTYPES and len(spec.shape) == 2 and spec.stride == (spec.shape[1], 1)
-    if not fits or loss.target is None:
+    if not fits or loss.target is None or is_written(loss.target):
         return None
 
     def remade(value: fx.Node, call: fx.Node) -> bool:
@@ -196,130 +178,95 @@ def _found(
         rounded = node.meta["spec"].dtype is not torch.float32
         if isinstance(value, Slope) and not (rounded and calls[-1:] and calls[-1].target is not CAST):
             path = gradient_of(node, calls[:-1] if rounded else calls, remade)
-            found = None if path is None else _found_up_to(loss, value, path, place)
-            if found is not None:
-                return found
+            if path is not None and _is_alone(loss, path, place):
+                return value, path
     return None
 
 
-def _found_up_to(
-    loss: RowLoss, slope: Slope, path: list[fx.Node], place: Mapping[fx.Node, int]
-) -> _Found | None:
-    """Return a loss whose gradient is the last of a path; None if anything else reads what is as large."""
-    result = path[-1]
-    made = {one for one in (*loss.values, *loss.readers, *path) if place[one] <= place[result]}
-    read = made - {result, *loss.readers}
-    if any(user not in made for node in read for user in node.users):
-        return None
-    same = result.meta["spec"].dtype is loss.product.meta["spec"].dtype
-    return _Found(loss, slope, path, made - {loss.product}) if same else None
+def _is_alone(loss: RowLoss, path: Sequence[fx.Node], place: Mapping[fx.Node, int]) -> bool:
+    """Whether nothing else reads what is as large as the product up to its gradient, and nothing is written."""
+    product, result, made = loss.product, path[-1], _replaced(loss, path, place)
+    read = {product, *made} - {result, *loss.readers}
+    return (
+        result.meta["spec"].dtype is product.meta["spec"].dtype
+        and not any(user not in made for node in read for user in node.users)
+        and not any(place[product] < place[node] < place[result] for node in place if writes(node))
+    )
 
 
-def _join(graph: fx.Graph, found: _Found, place: Mapping[fx.Node, int]) -> None:
+def _replaced(loss: RowLoss, path: Sequence[fx.Node], place: Mapping[fx.Node, int]) -> set[fx.Node]:
+    """Return the nodes up to the product's gradient that the kernels stand for."""
+    every = {*loss.values, *loss.readers, *path} - {loss.product}
+    return {one for one in every if place[one] <= place[path[-1]]}
+
+
+def _join(loss: RowLoss, slope: Slope, path: Sequence[fx.Node], place: Mapping[fx.Node, int]) -> None:
     """Replace a loss and its gradient by kernels."""
-    loss, spec = found.loss, found.loss.product.meta["spec"]
+    graph, spec, chain, result = loss.product.graph, loss.product.meta["spec"], chain_of(loss.calls), path[-1]
+    assert chain is not None
+    assert loss.target is not None
     start = min(loss.readers, key=place.__getitem__)
-    free = {node: number for node, number in place.items() if node not in found.made}
-
-    def early(node: fx.Node) -> fx.Node | None:
-        return before(graph, node, free, place[start])
-
-    with graph.inserting_before(start):
-        target = None if loss.target is None else early(loss.target)
-        if target is None:
-            return
-        target = graph.call_function(flat, (target,))
-        index = target if loss.ignored is None else graph.call_function(_index, (target, loss.ignored))
-        factors = _Emitted(graph, early).factors(found.slope, index)
-    pays = may_be_padded(loss.product, spec, [found.result])
-    padded = Padded.of(graph, loss.product) if pays else None
+    gone = _replaced(loss, path, place)
+    free = {node: number for node, number in place.items() if node not in gone}
+    if not bring_forward([loss.target], start, place, free):
+        return
+    known = bring_forward(slope.leaves(), start, place, free)
+    padded = Padded.of(graph, loss.product) if may_be_padded(loss.product, spec, [result]) else None
     rows = loss.product if padded is None else padded.product
     sums = any(node.target in OF_LOGP for node in loss.readers)
-    chain = chain_of(loss.calls)
-    assert chain is not None
     links = (spec.shape[1], *([getattr(link, name) for link in chain] for name in _FIELDS))
     with graph.inserting_before(start):
-        if factors is None:
-            numbers = graph.call_function(_READ, (rows, index, sums, *links))
+        target = index = add(graph, flat, (loss.target,))
+        if loss.ignored is not None:
+            index = add(graph, _index, (target, loss.ignored))
+        if known:
+            numbers = add(graph, _BOTH, (rows, index, _factors(graph, slope, index), sums, *links))
         else:
-            numbers = graph.call_function(_BOTH, (rows, index, factors, sums, *links))
-    with graph.inserting_before(found.path[0]):
-        if factors is None:
-            late = _Emitted(graph, lambda node: node).factors(found.slope, index)
-            graph.call_function(_WRITE, (rows, index, numbers, late, *links))
+            numbers = add(graph, _READ, (rows, index, sums, *links))
+    with graph.inserting_before(path[0]):
+        if not known:
+            add(graph, _WRITE, (rows, index, numbers, _factors(graph, slope, index), *links))
         slopes = rows if padded is None else padded.part(spec)
-        if found.result.meta["spec"].shape != spec.shape:
-            slopes = as_shape(graph, slopes, found.result.meta["spec"].shape)
+        if result.meta["spec"].shape != spec.shape:
+            slopes = as_shape(graph, slopes, result.meta["spec"].shape)
     for reader in loss.readers:
         _replace(graph, reader, numbers, target, loss)
-    found.result.replace_all_uses_with(slopes)
-    for node in sorted(found.made, key=place.__getitem__, reverse=True):
-        graph.erase_node(node)
+    result.replace_all_uses_with(slopes)
+    drop_unread(graph)
     if padded is not None:
         padded.read_by_products(slopes)
-        graph.erase_node(loss.product)
+        drop_unread(graph)
 
 
-class _Emitted:
-    """Makes calls for numbers of rows.
+def _factors(graph: fx.Graph, slope: Slope, index: fx.Node) -> fx.Node:
+    """Insert the calls that make f32[3, n], the factors of softmax, of the target and of all."""
+    made: dict[Computed, fx.Node] = {}
 
-    Args:
-      graph: The graph, which inserts where they are needed.
-      leaf: Returns a node's value there, or None if it cannot be had there.
-    """
+    def row(value: Any) -> Any:
+        if isinstance(value, Computed) and value not in made:
+            made[value] = add(graph, value.function, tuple(map(row, value.arguments)))
+        return made.get(value, value) if isinstance(value, Computed) else value
 
-    def __init__(self, graph: fx.Graph, leaf: Callable[[fx.Node], fx.Node | None]) -> None:
-        self._graph, self._leaf = graph, leaf
-        self._made: dict[Computed, fx.Node] = {}
-
-    def factors(self, slope: Slope, index: fx.Node) -> fx.Node | None:
-        """Return f32[3, n], the factors of softmax, of the target and of all; None if one is missing."""
-        try:
-            return self._graph.call_function(_factors, (index, *map(self._row, (slope.a, slope.b, slope.c))))
-        except _Missing:
-            for node in reversed(self._made.values()):
-                self._graph.erase_node(node)
-            return None
-
-    def _row(self, row: Any) -> Any:
-        if isinstance(row, fx.Node):
-            known = self._leaf(row)
-            if known is None:
-                raise _Missing
-            return known
-        if not isinstance(row, Computed):
-            return row
-        if row not in self._made:
-            arguments = tuple(map(self._row, row.arguments))
-            self._made[row] = self._graph.call_function(row.function, arguments)
-        return self._made[row]
-
-
-class _Missing(Exception):
-    """A value is not known where it is needed."""
+    return add(graph, _stacked, (index, *map(row, (slope.a, slope.b, slope.c))))
 
 
 def _replace(graph: fx.Graph, reader: fx.Node, numbers: fx.Node, target: fx.Node, loss: RowLoss) -> None:
     """Let the readers of numbers of rows read what the kernel found."""
-    with graph.inserting_before(reader):
-        if reader.target is _aten.nll_loss_forward.default:
-            reduction, ignored = reader.args[3:5]
-            number = graph.call_function(_number, (target, ignored))
-            total = graph.call_function(_total, (numbers, target, number, reduction, ignored))
-            for item in list(reader.users):
-                item.replace_all_uses_with(number if item.args[1] else total)
-                graph.erase_node(item)
-            return
-        shape = list(reader.meta["spec"].shape)
-        if reader.target is _aten.logsumexp.default:
-            new = graph.call_function(_logsumexp, (numbers, shape))
-        elif reader.target is _aten.gather.default:
-            new = graph.call_function(_picked, (numbers, shape, loss.is_logp(reader.args[0])))
-        else:
-            count = loss.classes if reader.target is _aten.mean.dim else 1
-            new = graph.call_function(_sum, (numbers, shape, count))
-    new.meta["spec"] = reader.meta["spec"]
-    reader.replace_all_uses_with(new)
+    if reader.target is _aten.nll_loss_forward.default:
+        reduction, ignored = reader.args[3:5]
+        with graph.inserting_before(reader):
+            number = add(graph, _number, (target, ignored))
+            total = add(graph, _total, (numbers, target, number, reduction, ignored))
+        for item in reader.users:
+            item.replace_all_uses_with(number if item.args[1] else total)
+        return
+    shape = list(reader.meta["spec"].shape)
+    if reader.target is _aten.logsumexp.default:
+        instead(reader, _logsumexp, (numbers, shape))
+    elif reader.target is _aten.gather.default:
+        instead(reader, _picked, (numbers, shape, loss.is_logp(reader.args[0])))
+    else:
+        instead(reader, _sum, (numbers, shape, loss.classes if reader.target is _aten.mean.dim else 1))
 
 
 def _index(target: Tensor, ignored: int) -> Tensor:
@@ -327,7 +274,7 @@ def _index(target: Tensor, ignored: int) -> Tensor:
     return torch.where(target != ignored, target, 0)
 
 
-def _factors(index: Tensor, *parts: Tensor | float) -> Tensor:
+def _stacked(index: Tensor, *parts: Tensor | float) -> Tensor:
     rows = [
         part.float().expand(index.shape)
         if isinstance(part, Tensor)

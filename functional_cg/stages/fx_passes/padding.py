@@ -8,7 +8,7 @@ weight's, which its cast makes anyway.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ...state.arena import BufferSpec
-from .canonical import VIEWS, is_written
+from .canonical import VIEWS, add, instead, is_written
 
 __all__ = ["Padded", "may_be_padded"]
 
@@ -66,19 +66,17 @@ class Padded:
         made = cls(graph, product, spec.shape[1], width)
         arguments: Any = product.args
         *bias, a, b = arguments
+        padded = replace(spec, shape=(spec.shape[0], width), stride=(width, 1))
         with graph.inserting_before(product):
             terms = [made._pad(one, one.meta["spec"], -1) for one in bias]
-            made.product = graph.call_function(
-                _target(product), (*terms, a, made._operand(b, 1)), product.kwargs
-            )
-        made.product.meta["spec"] = replace(spec, shape=(spec.shape[0], width), stride=(width, 1))
+            args = *terms, a, made._operand(b, 1)
+            made.product = add(graph, product.target, args, padded, **product.kwargs)
         return made
 
     def part(self, spec: BufferSpec) -> fx.Node:
         """Return the columns of the product before, as a view."""
-        part = self.graph.call_function(_aten.slice.Tensor, (self.product, 1, 0, self.columns))
-        part.meta["spec"] = replace(spec, stride=(self.width, 1))
-        return part
+        part = replace(spec, stride=(self.width, 1))
+        return add(self.graph, _aten.slice.Tensor, (self.product, 1, 0, self.columns), part)
 
     def read_by_products(self, part: fx.Node) -> None:
         """Let the products that read a view of the part read the padded matrix."""
@@ -96,14 +94,10 @@ class Padded:
             matrix = self.graph.call_function(_T, (self.product,)) if turned else self.product
             if first is not turned:  # its columns are added up
                 other = self._operand(other, 0 if first else 1)
-            made = self.graph.call_function(_MM, (matrix, other) if first else (other, matrix))
-            if first is turned:
-                made = self.graph.call_function(
-                    _aten.slice.Tensor, (made, 0 if first else 1, 0, self.columns)
-                )
-        made.meta["spec"] = reader.meta["spec"]
+            made = add(self.graph, _MM, (matrix, other) if first else (other, matrix), reader.meta["spec"])
+        if first is turned:
+            made = instead(reader, _aten.slice.Tensor, (made, 0 if first else 1, 0, self.columns))
         reader.replace_all_uses_with(made)
-        self.graph.erase_node(reader)
 
     def _operand(self, matrix: Any, dim: int) -> fx.Node:
         """Pad a dimension of a matrix that may be a transposed one, which is padded before."""
@@ -129,11 +123,6 @@ class Padded:
         return self.graph.call_function(
             _aten.constant_pad_nd.default, (value, [0] * (2 * after + 1) + [self.width - self.columns])
         )
-
-
-def _target(node: fx.Node) -> Callable[..., Any]:
-    assert callable(node.target)
-    return node.target
 
 
 def _matrices(value: fx.Node, shape: tuple[int, int], *, turned: bool) -> Iterator[tuple[fx.Node, bool]]:

@@ -8,7 +8,7 @@ log-softmax by hand.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from .canonical import CAST, VIEWS, is_written, picked_slope
+from .canonical import CAST, VIEWS, behind, is_written, picked_slope
 from .capped import chain_of
 from .logits import is_by_element, product_and_calls
 
@@ -24,9 +24,8 @@ __all__ = ["OF_LOGP", "Computed", "RowLoss", "Slope", "flat"]
 
 _aten = torch.ops.aten
 _LSE = _aten.logsumexp.default
-_SHAPES = frozenset({*VIEWS, _aten.unsqueeze.default})
+_SHAPES = frozenset({*VIEWS, _aten.unsqueeze.default})  # they keep the order of elements
 OF_LOGP = frozenset({_aten.sum.dim_IntList, _aten.mean.dim})  # over all classes
-_DIVISIONS = frozenset({_aten.div.Tensor, _aten.div.Scalar})
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +59,39 @@ class Slope:
     b: Row = 0.0
     c: Row = 0.0
 
-    def plus(self, other: Slope) -> Slope:
+    def __add__(self, other: Slope) -> Slope:
+        if not isinstance(other, Slope):
+            return NotImplemented
         return Slope(_plus(self.a, other.a), _plus(self.b, other.b), _plus(self.c, other.c))
 
-    def times(self, row: Row, function: Callable[..., Any] = operator.mul) -> Slope:
-        """Multiply by a number of each row, or divide."""
+    def __mul__(self, row: Row) -> Slope:
+        return self._by(operator.mul, row)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, row: Row) -> Slope:
+        return self._by(operator.truediv, row)
+
+    def __neg__(self) -> Slope:
+        return self * -1.0
+
+    def __sub__(self, other: Slope) -> Slope:
+        return self + -other
+
+    def _by(self, function: Callable[..., Any], row: Row) -> Slope:
+        if isinstance(row, Slope):
+            raise TypeError("a product of two gradients is none")
         parts = (self.a, self.b, self.c)
         return Slope(*(0.0 if part == 0.0 else Computed(function, (part, row)) for part in parts))
+
+    def leaves(self) -> Iterator[fx.Node]:
+        """Yield the nodes that its numbers are made of."""
+        front: list[Any] = [self.a, self.b, self.c]
+        for row in front:
+            if isinstance(row, Computed):
+                front += row.arguments
+            elif isinstance(row, fx.Node):
+                yield row
 
     def of_softmax(self, classes: int) -> Slope:
         """Return the gradient of the logits, given this one of their log-probabilities."""
@@ -169,8 +194,7 @@ class RowLoss:
             return None if row is None else Slope(c=row)
         if node.target is picked_slope:
             return self.of_gather(node)
-        rule = _ARITHMETIC.get(node.target)
-        return None if rule is None or is_written(node) else rule(self, node)
+        return self.arithmetic(node) if node.target in _ARITHMETIC else None
 
     def _row(self, value: Any) -> Row | None:
         """Return a number of each row that a node holds as a column, or one of all; None for anything else."""
@@ -187,7 +211,7 @@ class RowLoss:
 
     def _picks(self, index: Any, ignored: int | None) -> bool:
         """Whether elements are picked by the same numbers as all others."""
-        root = _root(index)
+        root = behind(index, _SHAPES)
         count = torch.Size(root.meta["spec"].shape).numel()
         if is_written(root) or count != self.product.meta["spec"].shape[0]:
             return False
@@ -257,51 +281,36 @@ class RowLoss:
         slope = self._slope(grad) if self.is_logp(logp) and self._is_last(dim, node) else None
         return None if slope is None else slope.of_softmax(self.classes)
 
-    def scaled(self, node: fx.Node) -> Slope | None:
-        one, other = node.args
-        divides = node.target in _DIVISIONS
-        if not divides and self._slope(one) is None:
-            one, other = other, one
-        slope, row = self._slope(one), self._row(other)
-        if slope is None or row is None:
+    def arithmetic(self, node: fx.Node) -> Slope | None:
+        """A sum or difference of gradients, or one times or divided by a number of each row; casts round it."""
+        operands = [self._row(one) if (slope := self._slope(one)) is None else slope for one in node.args]
+        if None in operands or is_written(node) or (node.kwargs and node.target is not CAST):
             return None
-        return slope.times(row, operator.truediv if divides else operator.mul)
-
-    def rounded(self, node: fx.Node) -> Slope | None:
-        """A cast: gradients of several reads of one value are rounded and then added."""
-        return self._slope(node.args[0])
-
-    def negative(self, node: fx.Node) -> Slope | None:
-        slope = self._slope(node.args[0])
-        return None if slope is None else slope.times(-1.0)
-
-    def sum(self, node: fx.Node) -> Slope | None:
-        one, other = map(self._slope, node.args)
-        return None if one is None or other is None or node.kwargs else one.plus(other)
-
-    def difference(self, node: fx.Node) -> Slope | None:
-        one, other = map(self._slope, node.args)
-        return None if one is None or other is None or node.kwargs else one.plus(other.times(-1.0))
+        try:
+            made = _ARITHMETIC[node.target](*operands)
+        except TypeError:  # of numbers of rows alone, or a number is added
+            return None
+        return made if isinstance(made, Slope) else None
 
     def shifted(self, node: fx.Node) -> Value | None:
         """Logits minus their logsumexp are log-probabilities; all else is a difference."""
         one, other = node.args
         if not self._is_logits(one):
-            return self.difference(node)
-        known = _root(other) if isinstance(other, fx.Node) and not node.kwargs else None
+            return self.arithmetic(node)
+        known = None if node.kwargs else behind(other, _SHAPES)
         return _Logp() if known in self.readers and known.target is _LSE else None
 
 
-_ARITHMETIC: Mapping[Any, Callable[[RowLoss, fx.Node], Slope | None]] = MappingProxyType(
+_ARITHMETIC: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
-        _aten.mul.Tensor: RowLoss.scaled,
-        _aten.mul.Scalar: RowLoss.scaled,
-        _aten.div.Tensor: RowLoss.scaled,
-        _aten.div.Scalar: RowLoss.scaled,
-        CAST: RowLoss.rounded,
-        _aten.neg.default: RowLoss.negative,
-        _aten.add.Tensor: RowLoss.sum,
-        _aten.sub.Tensor: RowLoss.difference,
+        _aten.mul.Tensor: operator.mul,
+        _aten.mul.Scalar: operator.mul,
+        _aten.div.Tensor: operator.truediv,
+        _aten.div.Scalar: operator.truediv,
+        CAST: lambda slope: slope,
+        _aten.neg.default: operator.neg,
+        _aten.add.Tensor: operator.add,
+        _aten.sub.Tensor: operator.sub,
     }
 )
 _RULES: Mapping[Any, Callable[[RowLoss, fx.Node], Value | None]] = MappingProxyType(
@@ -316,17 +325,10 @@ _RULES: Mapping[Any, Callable[[RowLoss, fx.Node], Value | None]] = MappingProxyT
         _aten.exp.default: RowLoss.exp,
         _aten.nll_loss_backward.default: RowLoss.of_nll,
         _aten._log_softmax_backward_data.default: RowLoss.of_log_softmax,
-        **_ARITHMETIC,
+        **dict.fromkeys(_ARITHMETIC, RowLoss.arithmetic),
         _aten.sub.Tensor: RowLoss.shifted,
     }
 )
-
-
-def _root(node: Any) -> fx.Node:
-    """Return what a node is a view of, by calls that keep the order of elements."""
-    while node.target in _SHAPES:
-        node = node.args[0]
-    return node  # type: ignore[no-any-return]
 
 
 def _is_remade(one: Any, other: Any, depth: int = 8) -> bool:

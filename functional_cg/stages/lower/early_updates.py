@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ..passes.changes import behind_needs
 from ..passes.fused import at_places, group_size
 from ..program import Instr, Var
 
@@ -41,16 +42,11 @@ def by_leaf(instrs: Sequence[Instr], results: Iterable[Var]) -> list[Leaf]:
         for var in leaf.call.outputs():
             makers[var.storage], latest[var.storage] = leaf, known
     goals = sorted((var.storage for var in results), key=lambda storage: latest.get(storage, -1))
-    done: dict[Leaf, None] = {}
-    for goal in (*goals, *makers):
-        front = [makers[goal]] if goal in makers else []
-        while front:
-            needed = (makers.get(var.storage) for var in front[-1].call.inputs())
-            missing = [leaf for leaf in needed if leaf is not None and leaf not in done]
-            front += missing
-            if not missing:
-                done[front.pop()] = None
-    return list(done)
+
+    def needs(leaf: Leaf) -> list[Leaf]:
+        return [makers[var.storage] for var in leaf.call.inputs() if var.storage in makers]
+
+    return behind_needs((makers[goal] for goal in (*goals, *makers) if goal in makers), needs)
 
 
 def _split(instr: Instr) -> Iterator[Leaf]:

@@ -16,9 +16,6 @@ from ...errors import CaptureError
 from ...errors.words import words_of
 from ...shards.transfers import is_between_ranks
 from ...tensors.overlap import storage_key
-from ..fx_passes.cross_entropy import rewrite_losses
-from ..fx_passes.logits import has_large_logits
-from ..fx_passes.products import batch_gradients
 from ..layouts import laid_out
 from ..passes.bounds import check_values
 from ..passes.equal_calls import frozen, frozen_call
@@ -31,7 +28,7 @@ from .inductor import compile_graph
 
 __all__ = [
     "Compiler", "Head", "Part", "Results", "by_inductor", "checked", "collects", "compiled_once",
-    "grouped", "suit_one_line", "whole",
+    "grouped", "whole",
 ]  # fmt: skip
 
 Compiler = Callable[..., Any]
@@ -361,15 +358,6 @@ def whole(
     calls = [call, *(instr.reading(new) for instr in after)]
     fused = [instr.reading(new) for instr in plan.fused]
     return head, Schedule(calls, fused, [(old, names[value]) for old, value in outside], outputs=outputs)
-
-
-def suit_one_line(head: Head, program: Program, *, small: bool = False) -> None:
-    """Rewrite what a function computes as suits one line; on lanes, weight gradients run beside the others' chain."""
-    if small:
-        batch_gradients(head.graph.graph)
-    elif has_large_logits(program):
-        rewrite_losses(head.graph.graph)
-    head.graph.recompile()
 
 
 def collects(program: Program) -> bool:

@@ -18,7 +18,7 @@ from ..fx_passes.canonical import VIEWS
 from ..layouts import laid_out
 from ..passes.division import division_of
 from ..passes.float8 import overflow_of, to_float8
-from ..passes.formulas import FORMULAS, WITH_SCALARS
+from ..passes.formulas import FORMULAS
 from ..passes.literals import as_held
 from ..program import Instr, Program, SlotRange, Var, map_vars, vars_in, written_storages
 from ..schedule import Schedule
@@ -123,7 +123,7 @@ def build_graph(
     for i in plan.written_constants:
         var = program.constants[i].var
         nodes[var] = graph.call_function(_CLONE, (nodes[var],))
-    scalars = _add_calls(graph, plan.head, nodes, entering)
+    _add_calls(graph, plan.head, nodes, entering)
     memory = {var.storage for var in entering}
 
     def apart(var: Var) -> fx.Node:
@@ -142,8 +142,6 @@ def build_graph(
     values = [apart(new) for _, new in writes]
     for (old, _), value in zip(writes, values, strict=True):
         graph.call_function(torch.ops.aten.copy_.default, (nodes[old], value))
-    # Returned to force the optimizer's scalars into buffers: else every update kernel computes their powers again.
-    results += scalars
     # The last one depends on all others, and what depends on nothing is dropped.
     results += [nodes[vars_in(instr.out)[-1]] for instr in plan.head if instr.op in TRANSFERS][-1:]
     if not results:  # a compiled function has to return something
@@ -155,8 +153,8 @@ def build_graph(
 
 def _add_calls(
     graph: fx.Graph, head: Sequence[Instr], nodes: dict[Var, fx.Node], entering: Collection[Var]
-) -> list[fx.Node]:
-    """Add the calls of a head and the nodes of their results; return the scalars of its optimizers."""
+) -> None:
+    """Add the calls of a head and the nodes of their results."""
     roots = {var: var for var in nodes}
     written = written_storages(head)
 
@@ -179,7 +177,6 @@ def _add_calls(
                 if item is not None and not (isinstance(item, (list, tuple)) and not item):
                     assign(item, graph.call_function(operator.getitem, (value, i)))
 
-    scalars: list[fx.Node] = []
     for call in head:
         instr = as_held(call)
         kwargs = {name: map_vars(node, value) for name, value in instr.kwargs.items()}
@@ -206,13 +203,6 @@ def _add_calls(
         assign(instr.out, value)
         for out in instr.outputs():
             roots[out] = next((roots[var] for var in instr.inputs() if var.storage == out.storage), out)
-        if instr.op._schema.name in WITH_SCALARS:
-            steps = instr.args[5]
-            corrections = graph.call_function(operator.getitem, (value, len(instr.out)))
-            scalars += [
-                graph.call_function(operator.getitem, (corrections, i)) for i in range(2 * len(set(steps)))
-            ]
-    return scalars
 
 
 def _times(

@@ -15,13 +15,14 @@ from ..branches.listing import Timeline, in_line
 from ..branches.races import refuse_races
 from ..branches.source import Lanes
 from ..branches.units import Unit
-from ..fx_passes.canonical import pick_by_comparison
+from ..fx_passes.cross_entropy import suit
+from ..fx_passes.products import batch_gradients
 from ..passes.fused import split_light, written_pairs
 from ..passes.rewrite import clears
 from ..plan import Before, Buffers, Plan, Run, Spread, by_itself
 from ..program import Instr, Program, Var
 from ..schedule import Schedule, schedule
-from .functions import collects, suit_one_line, whole
+from .functions import collects, whole
 from .graph import calls_of
 from .inductor import opened
 
@@ -49,10 +50,10 @@ class InPlacePlan(Plan):
         lists = [instr for instr in plan.fused if not written_pairs(instr)]
         updates = replace(plan, fused=[instr for instr in plan.fused if instr not in lists])
         self._head, runs = whole(program, updates, lists, None, device, in_place=True, small=self._small)
-        pick_by_comparison(self._head.graph.graph)
-        if spread is None:
-            suit_one_line(self._head, program, small=self._small)
+        suit(self._head.graph.graph)
         self._head.graph.recompile()
+        if spread is None:
+            self._suit_one_line()
         super().__init__(program, plan, runs, timed=True)
         self.timeline = replace(self.timeline, estimated=spread is not None)
         self.branches = "branches: told once it is compiled" if spread is not None else ""
@@ -97,7 +98,7 @@ class InPlacePlan(Plan):
                 head.compiled = compiled
             else:
                 self._spread = None
-                suit_one_line(head, self.program, small=self._small)
+                self._suit_one_line()
             self.tell(timeline)
         super()._compile(known)
 
@@ -118,6 +119,12 @@ class InPlacePlan(Plan):
         timeline = spread([*self._launches.units, *[padding] * bool(clears(self.program, known))], code.kept)
         refuse_races(timeline, name)
         return timeline
+
+    def _suit_one_line(self) -> None:
+        """Batch the weight gradients of small steps; on lanes, they run beside the chain of the others."""
+        if self._small:
+            batch_gradients(self._head.graph.graph)
+            self._head.graph.recompile()
 
 
 def _move_lists(plan: Schedule, light: Collection[Instr]) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...tensors.aten import named_arguments
+from ..passes.changes import with_arguments
 from ..program import Instr, Program, Var
 from ..trace.known import value_of
 
@@ -45,7 +46,7 @@ def use_known_masks(program: Program) -> None:
                 value = value_of(replace(program, instrs=program.instrs[:place]), mask)
                 kinds[known] = "" if value is None else kind_of(value, hidden)
             if kind := kinds[known]:
-                instr = _without(instr, name, causal=kind == "causal")
+                instr = with_arguments(instr, {name: None, "is_causal": kind == "causal"})
         out.append(instr)
     program.instrs = out
 
@@ -60,20 +61,6 @@ def _mask_of(instr: Instr) -> tuple[str, Var | None]:
             if isinstance(named.get(name), Var) and named["is_causal"] is False and not differentiated:
                 return name, named[name]
     return "", None
-
-
-def _without(instr: Instr, mask: str, *, causal: bool) -> Instr:
-    """Return a call of attention without its mask."""
-    args, kwargs = list(instr.args), dict(instr.kwargs)
-    for place, parameter in enumerate(instr.op._schema.arguments):
-        if parameter.name not in (mask, "is_causal"):
-            continue
-        value = None if parameter.name == mask else causal
-        if parameter.kwarg_only or place >= len(args):
-            kwargs[parameter.name] = value
-        else:
-            args[place] = value
-    return replace(instr, args=tuple(args), kwargs=kwargs)
 
 
 def kind_of(mask: Tensor, hidden: float) -> str:

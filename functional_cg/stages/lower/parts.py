@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from ...state.outline import count
-from ..fx_passes.canonical import pick_by_comparison
+from ..fx_passes.cross_entropy import suit
 from ..fx_passes.old_values import KEPT, LATER
 from ..passes.out_of_place import write_out_of_place
 from ..plan import Plan
@@ -23,7 +23,7 @@ from ..schedule import Schedule, schedule
 from ..sub_programs import SubProgram
 from ..trial.reference import Reference
 from .early_updates import by_leaf, joined
-from .functions import Compiler, Part, collects, compiled_once, grouped, suit_one_line
+from .functions import Compiler, Part, collects, compiled_once, grouped
 from .repeats import cuts
 
 __all__ = ["by_sub_programs", "in_parts"]
@@ -72,8 +72,8 @@ def in_parts(
     lowered = Plan(program, plan, replace(plan, head=runs, commits=commits), raised_at=reference.raises_at)
     lowered.shared = [_said(same) for same in alike if len(same) > 1]
     for head in lowered.heads if compiler is None and device.type != "cpu" else ():
-        pick_by_comparison(head.graph.graph)
-        suit_one_line(head, program)
+        suit(head.graph.graph)
+        head.graph.recompile()
     return lowered
 
 

@@ -17,7 +17,8 @@ from torch._ops import OpOverload
 
 from ...tensors.aten import named_arguments
 from ...tensors.op_table import row_of
-from ..program import Instr, Program, Var, highest, map_vars
+from ..program import Instr, Program, Var, map_vars
+from .changes import Fresh
 
 __all__ = ["check_values"]
 
@@ -95,7 +96,7 @@ def check_values(program: Program, head: Sequence[Instr]) -> list[Instr]:
       program: The program, which tells which variable numbers are free.
       head: Its calls.
     """
-    number, storage = highest(program)
+    fresh = Fresh(program)
     known: dict[tuple[Any, ...], Var] = {}
     calls: list[Instr] = []
     for instr in head:
@@ -104,8 +105,7 @@ def check_values(program: Program, head: Sequence[Instr]) -> list[Instr]:
             check, arguments = demand
             value = arguments[0]
             if demand not in known:
-                number, storage = number + 1, storage + 1
-                known[demand] = replace(value, index=number, storage=storage, offset=0, fills=True)
+                known[demand] = fresh.like(value, offset=0, fills=True)
                 calls.append(
                     replace(instr, op=check, args=arguments, kwargs={}, out=known[demand], writes=())
                 )

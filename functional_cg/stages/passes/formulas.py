@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fx_passes.old_values import KEPT
 from ..fx_passes.rounding import HALF, ROUNDED
 from ..fx_passes.updates import update
 from .normalized import apply_statistics
 
-__all__ = ["FORMULAS", "WITH_SCALARS"]
-
-# Ops whose formula also returns its scalars, after the op's own results.
-WITH_SCALARS = frozenset({"aten::_fused_adam", "aten::_fused_adamw"})
+__all__ = ["FORMULAS"]
 
 _MEAN = 1  # torch's number for a loss that is a mean
 _Kept = Callable[[Tensor], Tensor]
@@ -44,9 +42,10 @@ def _adam(
 ) -> tuple[list[Tensor], ...]:
     """Adam and AdamW, in the operation order of ``torch.optim`` (Kingma & Ba 2015; Loshchilov & Hutter 2019).
 
-    After the op's own results comes the list of its scalars: step size and square root of the second bias correction.
-    A kernel of a host computes them in float64. That of a GPU takes the betas, too, in float32, unless the parameters
-    are of float64 (torch 2.11 and later): for 0.999, ``1 - beta2`` is less by 1.3e-5 of it.
+    Its scalars, step size and square root of the second bias correction, are kept in memory: else the kernel of each
+    leaf would compute their powers again. A kernel of a host computes them in float64. That of a GPU takes the betas,
+    too, in float32, unless the parameters are of float64 (torch 2.11 and later): for 0.999, ``1 - beta2`` is less by
+    1.3e-5 of it.
     """
     scalars: dict[int, tuple[Tensor, Tensor]] = {}
     out: tuple[list[Tensor], ...] = ([], [], [], [])
@@ -62,12 +61,12 @@ def _adam(
             powers = [beta ** step.double() for beta in (beta1, beta2)]
             first, second = (1 - (one.float() if _is_single(p) else one) for one in powers)
             both = lr / first, second.sqrt()
-            scalars[id(step)] = both[0].to(_scalar_dtype(p)), both[1].to(_scalar_dtype(p))
+            scalars[id(step)] = KEPT(both[0].to(_scalar_dtype(p))), KEPT(both[1].to(_scalar_dtype(p)))
         values = (-g if maximize else g, *scalars[id(step)], kept, found_inf)
         for column, result in zip(out, update("adam", (p, m, v, *top), values, numbers), strict=False):
             column.append(result)
     news, mus, nus, bounds = out
-    return news, list(grads), mus, nus, bounds, [value for pair in scalars.values() for value in pair]
+    return news, list(grads), mus, nus, bounds
 
 
 def _is_single(param: Tensor) -> bool:

@@ -8,7 +8,6 @@ tells which, and a GPU's kernels differ. So the kernel itself is asked, with all
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from ..evaluate import quiet
 from ..fx_passes.rounding import HALF
 from ..program import Instr, Var
+from .changes import with_arguments
 
 __all__ = ["as_held"]
 
@@ -32,21 +32,18 @@ def as_held(instr: Instr) -> Instr:
     if not _is_asked(instr.op) or len(dtypes) != 1 or not dtypes <= HALF:
         return instr
     (dtype,) = dtypes
-    named = {argument.name: one for argument, one in zip(schema, instr.args, strict=False)} | instr.kwargs
-    found = dict(named)
+    found = {argument.name: one for argument, one in zip(schema, instr.args, strict=False)} | instr.kwargs
+    changed: dict[str, float] = {}
     for argument in schema:
-        number: Any = named.get(argument.name)
+        number: Any = found.get(argument.name)
         if type(number) not in (int, float) or not isinstance(argument.type, _NUMBERS):
             continue
         held = _rounded(number, dtype)
         if held != number and math.isfinite(held):
             asked = tuple((name, _shape(one)) for name, one in found.items())
             if _is_held(instr.op, asked, argument.name, held, dtype, tensors[0].spec.device):
-                found[argument.name] = held
-    if found == named:
-        return instr
-    args = tuple(found[argument.name] for argument, _ in zip(schema, instr.args, strict=False))
-    return replace(instr, args=args, kwargs={name: found[name] for name in instr.kwargs})
+                found[argument.name] = changed[argument.name] = held
+    return with_arguments(instr, changed) if changed else instr
 
 
 @cache

@@ -33,6 +33,7 @@ from .normalized import normalized
 
 __all__ = ["Choice", "Forward", "is_cheap", "is_fused", "recomputed", "stored"]
 
+_FORWARD, _BACKWARD = "forward", "backward"  # the ends of a network
 _LONG = 64  # calls in a chain of recomputed values
 _NEAR = 25 * 2**20  # bytes of which the next call finds most in the cache of a GPU: half of the L2 of an H100
 
@@ -95,13 +96,16 @@ def recomputed(program: Program, forward: Forward, *, prices: Sequence[float], l
       prices: What a byte of memory traffic costs, in bytes of memory kept.
       large: Bytes from which a value is worth recomputing.
     """
+    import networkx as nx  # torch requires it
+
     recipes = _recipes(program, forward, large)
     own_memory = {var.storage for var in (*program.results, *program.new_state)}
     in_memory, in_memory_again = stored(program, forward)
     alone = _read_alone(program, recipes, forward, in_memory)
 
     def choice(price: float) -> Choice:
-        network = _Network()
+        """Cut a network with two nodes for each storage, before and after it is stored."""
+        network: Any = nx.DiGraph()
         visited: set[int] = set()
         front = list(forward.needed)
         while front:
@@ -111,22 +115,24 @@ def recomputed(program: Program, forward: Forward, *, prices: Sequence[float], l
             visited.add(one)
             size, recipe = forward.sizes.get(one, 0), recipes.get(one)
             traffic = size * (1 if one in in_memory else 2)
-            network.keep(one, (0 if one in own_memory else size) + price * traffic)
+            network.add_edge(
+                (one, 0), (one, 1), capacity=(0 if one in own_memory else size) + price * traffic
+            )
             if one in forward.needed:
-                network.need(one)
+                network.add_edge((one, 1), _BACKWARD, capacity=math.inf)
             if recipe is None:
-                network.compute(one, math.inf)
+                network.add_edge(_FORWARD, (one, 0), capacity=math.inf)
                 continue
             sources = {var.storage: var for var in recipe.inputs()}
             outside = sum(var.spec.nbytes for storage, var in sources.items() if storage not in forward.place)
-            network.compute(one, price * (outside + (_traffic(size) if one in in_memory_again else 0)))
+            computed = outside + (_traffic(size) if one in in_memory_again else 0)
+            network.add_edge(_FORWARD, (one, 0), capacity=price * computed)
             inside = sources.keys() & forward.place.keys()
-            for source in inside:
-                network.connect(source, one)
-            for source, read in alone.get(one, {}).items():
-                network.read(source, one, price * read)
+            network.add_edges_from((((source, 1), (one, 0)) for source in inside), capacity=math.inf)
+            for source, read in alone.get(one, {}).items():  # if the source is not computed, too
+                network.add_edge((source, 0), (one, 0), capacity=price * read)
             front += inside
-        again, kept = network.cheapest()
+        again, kept = _cheapest(network)
         return Choice(again, sum(forward.sizes.get(one, 0) for one in kept - own_memory))
 
     return list(map(choice, prices))
@@ -271,62 +277,20 @@ def _by_views(forward: Forward, var: Var) -> bool:
     return True
 
 
-class _Network:
-    """A flow network with two nodes for each storage, before and after it is stored.
+def _cheapest(network: Any) -> tuple[set[int], set[int]]:
+    """Return the storages to recompute, and those to keep, which the cheapest cut runs through."""
+    import networkx as nx
 
-    Kept are the storages that the cut runs through; those behind it are computed in the backward.
-    """
-
-    def __init__(self) -> None:
-        self._keep: dict[int, float] = {}
-        self._compute: dict[int, float] = {}
-        self._edges: dict[int, set[int]] = {}
-        self._reads: dict[int, dict[int, float]] = {}
-        self._needed: set[int] = set()
-
-    def keep(self, storage: int, cost: float) -> None:
-        self._keep[storage] = cost
-        self._edges.setdefault(storage, set())
-
-    def compute(self, storage: int, cost: float) -> None:
-        self._compute[storage] = cost
-
-    def connect(self, source: int, storage: int) -> None:
-        self._edges.setdefault(source, set()).add(storage)
-
-    def read(self, source: int, storage: int, cost: float) -> None:
-        """Set what it costs to compute a storage if a source of it is not computed, too."""
-        self._reads.setdefault(source, {})[storage] = cost
-
-    def need(self, storage: int) -> None:
-        self._needed.add(storage)
-
-    def cheapest(self) -> tuple[set[int], set[int]]:
-        """Return the storages that the backward recomputes, and those that are kept."""
-        import networkx as nx  # torch requires it
-
-        apart: Any = nx.Graph()
-        apart.add_nodes_from(self._keep)
-        for edges in (self._edges, self._reads):
-            apart.add_edges_from((a, b) for a, targets in edges.items() for b in targets)
-        again: set[int] = set()
-        kept: set[int] = set()
-        for part in nx.connected_components(apart):
-            if all(math.isinf(self._compute[one]) for one in part):
-                kept |= part & self._needed
-                continue
-            network: Any = nx.DiGraph()
-            for one in part:
-                network.add_edge((one, 0), (one, 1), capacity=self._keep[one])
-                network.add_edge("forward", (one, 0), capacity=self._compute[one])
-                for other in self._edges[one]:
-                    network.add_edge((one, 1), (other, 0), capacity=math.inf)
-                for other, cost in self._reads.get(one, {}).items():
-                    network.add_edge((one, 0), (other, 0), capacity=cost)
-                if one in self._needed:
-                    network.add_edge((one, 1), "backward", capacity=math.inf)
-            if "backward" in network:
-                _, (_, late) = nx.minimum_cut(network, "forward", "backward")
-                again |= {one for one in part if (one, 0) in late}
-                kept |= {one for one in part if (one, 0) not in late and (one, 1) in late}
-        return again, kept
+    ends = {_FORWARD, _BACKWARD}
+    late: set[Any] = set()
+    inner = network.copy()
+    inner.remove_nodes_from(ends)
+    for part in nx.weakly_connected_components(inner):
+        own = nx.DiGraph([*network.in_edges(part, data=True), *network.out_edges(part, data=True)])
+        own.add_nodes_from(ends)
+        if all(math.isinf(edge["capacity"]) for edge in own[_FORWARD].values()):
+            late |= own.pred[_BACKWARD].keys()
+        else:
+            late |= nx.minimum_cut(own, _FORWARD, _BACKWARD)[1][1]
+    again = {one for one, stored in late - ends if not stored}
+    return again, {one for one, stored in late - ends if stored} - again

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from ..program import Instr, Program, Var, highest, map_arguments, map_vars
+from ..program import Instr, Program, Var, map_arguments, map_vars
+from .changes import Fresh, final
 
 __all__ = ["write_out_of_place"]
 
-T = TypeVar("T")
 _Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
@@ -26,7 +26,7 @@ def write_out_of_place(program: Program) -> None:
     Args:
       program: A rewritten program.
     """
-    index, storage = highest(program)
+    fresh = Fresh(program)
     last_read = {var: number for number, instr in enumerate(program.instrs) for var in instr.inputs()}
     known = [*program.slots, *program.inputs, *(constant.var for constant in program.constants)]
     stays = {var.storage for var in (*known, *program.results, *program.new_state)}
@@ -36,9 +36,9 @@ def write_out_of_place(program: Program) -> None:
     layouts: dict[str, _Layout] = {}
     out: list[Instr] = []
     for number, instr in enumerate(program.instrs):
-        instr = instr.again(partial(_last, names))
+        instr = instr.again(partial(final, names))
         for var in instr.outputs():
-            var.storage = _last(moved, var.storage)
+            var.storage = final(moved, var.storage)
             sharing.setdefault(var.storage, set()).add(var)
         call = _out_of_place(instr, layouts)
         old = instr.out
@@ -46,11 +46,9 @@ def write_out_of_place(program: Program) -> None:
             read_later = {var for var in sharing[old.storage] if last_read.get(var, -1) > number} | {old}
             sharing[old.storage] = read_later
             if len(read_later) == 1:
-                index, storage = index + 1, storage + 1
-                new = replace(old, index=index, storage=storage)
-                last_read[new] = last_read[old]
-                moved[old.storage], names[old] = storage, new
-                sharing[storage] = {new}
+                names[old] = new = fresh.like(old)
+                moved[old.storage], last_read[new] = new.storage, last_read[old]
+                sharing[new.storage] = {new}
                 instr = replace(call, out=new)
         out.append(instr)
     program.instrs = out
@@ -90,13 +88,3 @@ def _result(call: Instr) -> _Layout:
     args, kwargs = map_arguments(empty, call)
     made = call.op(*args, **kwargs)
     return tuple(made.shape), made.stride(), made.dtype
-
-
-def _last(following: dict[T, T], at: T) -> T:
-    """Follow a chain to its end, and shorten it for the next time."""
-    passed = []
-    while at in following:
-        passed.append(at)
-        at = following[at]
-    following.update(dict.fromkeys(passed, at))
-    return at

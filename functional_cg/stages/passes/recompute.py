@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..fx_passes.old_values import KEPT, LATER
-from ..program import Instr, Program, Var, highest, map_arguments, map_vars
+from ..program import Instr, Program, Var
+from .changes import Fresh, behind_needs
 from .min_cut import Choice, Forward, recomputed, stored
 
 __all__ = ["keep_as_buffers", "recompute"]
@@ -36,14 +37,14 @@ def recompute(program: Program, *, budget: float | None = None, large: int) -> N
     forward = Forward.of(program)
     choices = recomputed(program, forward, prices=(_PRICE,) if budget is None else _PRICES, large=large)
     choice = choices[0] if budget is None else _within(budget, choices)
-    fresh = _Fresh(program, forward, choice.again)
+    fresh = _Remade(program, forward, choice.again)
     out: list[Instr] = []
     latest: Var | None = None
     for instr in program.instrs:
         if instr.backward:
             for var in dict.fromkeys(instr.inputs()):
                 out += fresh.remade(var, latest)
-            instr = _renamed(instr, fresh.names)
+            instr = instr.again(fresh.name)
             latest = next(iter(instr.outputs()), latest)
         out.append(instr)
     program.instrs = out
@@ -65,36 +66,34 @@ def keep_as_buffers(program: Program, *, large: int) -> None:
       large: Bytes from which a value is stored.
     """
     forward = Forward.of(program)
-    index, _ = highest(program)
-    names: dict[Var, Var] = {}
+    fresh, names = Fresh(program), dict[Var, Var]()
     out: list[Instr] = []
     for instr in program.instrs:
-        out.append(_renamed(instr, names))
+        out.append(instr.again(lambda var: names.get(var, var)))
         made = instr.out
         kept = not instr.backward and isinstance(made, Var) and instr.by_element
         if kept and made.storage in forward.needed.keys() - forward.written and made.spec.nbytes >= large:
-            index += 1
-            names[made] = replace(made, index=index)
+            names[made] = fresh.like(made, storage=made.storage)
             out.append(replace(instr, op=KEPT, args=(made,), kwargs={}, out=names[made], writes=()))
     program.instrs = out
 
 
-class _Fresh:
+class _Remade:
     """Recomputes values, each once, into new variables.
 
     A compiler could compute a value again in the kernel that computes it first, which would keep it. Values that it
     stores in memory wait for a value of the backward, by ``fcg::later``.
-
-    Attributes:
-      names: The new variable for each variable that was recomputed.
     """
 
     def __init__(self, program: Program, forward: Forward, again: set[int]) -> None:
         self._forward, self._again = forward, again
-        self._index, self._storage = highest(program)
+        self._fresh, self._names = Fresh(program), dict[Var, Var]()
         self._storages: dict[int, int] = {}
         self._in_memory = stored(program, forward)[1] | _read_by_several(program, forward, again)
-        self.names: dict[Var, Var] = {}
+
+    def name(self, var: Var) -> Var:
+        """Return the new variable for one that was recomputed; others as they are."""
+        return self._names.get(var, var)
 
     def remade(self, var: Var, latest: Var | None) -> list[Instr]:
         """Return the calls that recompute a variable and its dependencies, skipping what was recomputed already.
@@ -103,35 +102,33 @@ class _Fresh:
           var: The variable.
           latest: A value of the backward that is there by now.
         """
-        calls: list[Instr] = []
-        front = [var]
-        while front:
-            one = front[-1]
-            if one in self.names or one.storage not in self._again:
-                front.pop()
-                continue
-            instr = self._forward.maker[one]
-            first = [v for v in instr.inputs() if v.storage in self._again and v not in self.names]
-            front += first
-            if not first:
-                calls += self._made(front.pop(), instr, latest)
-        return calls
 
-    def _made(self, var: Var, instr: Instr, latest: Var | None) -> list[Instr]:
-        if var.storage not in self._storages:
-            self._storage += 1
-            self._storages[var.storage] = self._storage
-        new = self.names[var] = self._fresh(var)
-        calls = [_renamed(replace(instr, backward=True), self.names)]
+        def missing(one: Var) -> list[Var]:
+            return list(filter(self._is_missing, self._forward.maker[one].inputs()))
+
+        return [
+            call
+            for one in (behind_needs([var], missing) if self._is_missing(var) else ())
+            for call in self._made(one, latest)
+        ]
+
+    def _is_missing(self, var: Var) -> bool:
+        return var.storage in self._again and var not in self._names
+
+    def _made(self, var: Var, latest: Var | None) -> list[Instr]:
+        new = self._names[var] = self._like(var)
+        calls = [replace(self._forward.maker[var], backward=True).again(self.name)]
         if var is self._forward.root[var.storage] and var.storage in self._in_memory and latest is not None:
-            self.names[var] = self._fresh(var)
-            wait = replace(calls[0], op=LATER, args=(new, latest), kwargs={}, out=self.names[var], writes=())
+            self._names[var] = self._like(var)
+            wait = replace(calls[0], op=LATER, args=(new, latest), kwargs={}, out=self._names[var], writes=())
             calls.append(wait)
         return calls
 
-    def _fresh(self, var: Var) -> Var:
-        self._index += 1
-        return replace(var, index=self._index, storage=self._storages[var.storage])
+    def _like(self, var: Var) -> Var:
+        """Return a new variable, in the new memory for that of another one."""
+        made = self._fresh.like(var)
+        made.storage = self._storages.setdefault(var.storage, made.storage)
+        return made
 
 
 def _read_by_several(program: Program, forward: Forward, again: set[int]) -> set[int]:
@@ -148,11 +145,3 @@ def _read_by_several(program: Program, forward: Forward, again: set[int]) -> set
             for one in {var.storage for var in instr.inputs()}:
                 readers[one] = readers.get(one, 0) + 1
     return {one for one in again if readers.get(one, 0) > 1 and len(sources[one]) > _FEW}
-
-
-def _renamed(instr: Instr, names: dict[Var, Var]) -> Instr:
-    def new(var: Var) -> Var:
-        return names.get(var, var)
-
-    args, kwargs = map_arguments(new, instr)
-    return replace(instr, args=tuple(args), kwargs=kwargs, out=map_vars(new, instr.out))

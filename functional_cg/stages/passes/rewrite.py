@@ -23,8 +23,9 @@ from torch import Tensor
 from ...shards.collectives import WAIT
 from ...tensors.aten import returns_view
 from ...tensors.op_table import row_of
-from ..program import Instr, Program, SlotRange, Var, highest, map_vars, written_storages
+from ..program import Instr, Program, SlotRange, Var, map_vars, written_storages
 from ..sub_programs import SubProgram, rename, rewrite_sub_programs
+from .changes import Fresh, final
 
 __all__ = ["clears", "range_tensor", "rewrite"]
 
@@ -42,15 +43,13 @@ def rewrite(program: Program, places: Sequence[tuple[int, int]]) -> None:
     """
     program.places = list(places)
     renamed = rewrite_sub_programs(program, _rewritten)
-    _drop_detaches(program, renamed)
     _drop_copies(program, renamed)
     _alias_roles(program, renamed)
-    program.outputs = map_vars(lambda var: _final(renamed, var), program.outputs)
+    program.outputs = map_vars(partial(final, renamed), program.outputs)
     program.reports = [
-        replace(report, values=map_vars(lambda var: _final(renamed, var), report.values))
-        for report in program.reports
+        replace(report, values=map_vars(partial(final, renamed), report.values)) for report in program.reports
     ]
-    program.new_state = [_final(renamed, var) for var in program.new_state]
+    program.new_state = [final(renamed, var) for var in program.new_state]
     program.updates = [
         (old, new) for old, new in zip(program.slots, program.new_state, strict=False) if old is not new
     ]
@@ -62,38 +61,23 @@ def rewrite(program: Program, places: Sequence[tuple[int, int]]) -> None:
 def _rewritten(part: Program) -> None:
     """Rewrite the calls of a sub-program; what it gets or returns, others may write: a copy of it stays."""
     renamed: dict[Var, Var] = {}
-    _drop_detaches(part, renamed)
     _drop_copies(part, renamed, {var.storage for var in (*part.inputs, *part.results)})
     _alias_roles(part, renamed)
-    part.outputs = [_final(renamed, var) for var in part.outputs]
-
-
-def _final(renamed: Mapping[Var, Var], var: Var) -> Var:
-    while var in renamed:  # a detached vector may have been replaced in turn
-        var = renamed[var]
-    return var
-
-
-def _drop_detaches(program: Program, renamed: dict[Var, Var]) -> None:
-    kept = []
-    for instr in program.instrs:
-        rename(instr, renamed)
-        if row_of(instr.op).copies and returns_view(instr.op):
-            renamed[instr.out] = instr.args[0]
-        else:
-            kept.append(instr)
-    program.instrs = kept
+    part.outputs = [final(renamed, var) for var in part.outputs]
 
 
 def _drop_copies(program: Program, renamed: dict[Var, Var], known: Iterable[int] = ()) -> None:
-    """Drop copies if neither copy nor source is written, or known; a clone only if it does not leave the step."""
+    """Drop what autograd detaches, and copies if neither copy nor source is written, or known.
+
+    A clone is dropped only if it does not leave the step.
+    """
     written = written_storages(program.instrs).union(known)
     # A copy resolves a lazy conjugate or negative view, for kernels that cannot read such a view.
     kept_sources = written | {
         var.storage for instr in program.instrs if _may_be_lazy(instr) for var in instr.outputs()
     }
     kept_copies = kept_sources | {
-        _final(renamed, var).storage for var in (*program.results, *program.new_state)
+        final(renamed, var).storage for var in (*program.results, *program.new_state)
     }
     original: dict[int, int] = {}
     kept = []
@@ -102,7 +86,9 @@ def _drop_copies(program: Program, renamed: dict[Var, Var], known: Iterable[int]
         for var in instr.outputs():  # views of a dropped copy
             var.storage = original.get(var.storage, var.storage)
         source, kept_as = _copied(instr), kept_copies if instr.op is _CLONE else kept_sources
-        if source is not None and _is_superfluous(source, instr.out, kept_sources, kept_as):
+        if row_of(instr.op).copies and returns_view(instr.op):
+            renamed[instr.out] = instr.args[0]
+        elif source is not None and _is_superfluous(source, instr.out, kept_sources, kept_as):
             original[instr.out.storage] = source.storage
             renamed[instr.out] = source
         else:
@@ -250,8 +236,7 @@ def _as_vector(
     written = written_storages(program.instrs)
     if not written.isdisjoint(var.storage for var in (condition, yes, no, *(call.out for call in calls))):
         return None
-    index, storage = highest(program)
-    out = replace(yes, index=index + 1, storage=storage + 1, offset=0)
+    out = Fresh(program).like(yes, offset=0)
     program.instrs.append(replace(calls[0], args=(condition, yes, no), out=out))
     return out
 

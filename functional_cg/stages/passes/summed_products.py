@@ -7,7 +7,6 @@ two; the product of all rows writes one. It pays where a product has few rows, a
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,8 @@ import torch
 
 from ...state.arena import BufferSpec
 from ..lifetimes import peak_bytes, storage_bytes
-from ..program import Instr, Program, Var, highest, live, written_storages
+from ..program import Instr, Program, Var, live, written_storages
+from .changes import Fresh
 
 __all__ = ["join_summed_products"]
 
@@ -105,7 +105,7 @@ class _Sums:
         self._reads = Counter(results)
         self._reads.update(var for instr in program.instrs for var in instr.inputs())
         self._written = written_storages(program.instrs)
-        self._numbers = zip(*(itertools.count(one + 1) for one in highest(program)), strict=True)
+        self._fresh = Fresh(program)
 
     def roots(self) -> list[Var]:
         """Return the sums that are no part of another one."""
@@ -116,40 +116,40 @@ class _Sums:
     def groups(self, root: Var) -> list[list[_Product]]:
         """Return the products among the terms of a sum, those together that one product can compute."""
         groups: dict[Any, list[_Product]] = defaultdict(list)
-        waiting = [root]
-        while waiting:
-            for term in self._makers[waiting.pop()].inputs():
-                if self._is_part(term):
-                    waiting.append(term)
-                elif (product := self._product(term)) is not None:
-                    groups[product.kind].append(product)
+        for term in self._terms(root):
+            if (product := self._product(term)) is not None:
+                groups[product.kind].append(product)
         stride = root.spec.stride
         return [group for group in groups.values() if len(group) > 1 and group[0].stride == stride]
 
     def joined(self, found: dict[Var, list[list[_Product]]]) -> list[Instr]:
         """Return the program's calls, with one product for each group where their sum is complete."""
-        gone = {product.term for groups in found.values() for group in groups for product in group}
-        now: dict[Var, Var | None] = {}  # what is left of a part of a sum
         out: list[Instr] = []
         for instr in self._instrs:
-            if not _is_sum(instr) or not (instr.out in found or self._is_part(instr.out)):
+            groups = found.get(instr.out, ()) if _is_sum(instr) else ()
+            gone = {product.term for group in groups for product in group}
+            left = [term for term in self._terms(instr.out) if term not in gone] if groups else []
+            for group in groups:
+                out += self._as_one(group, instr)
+                left.append(out[-1].out)
+            if not groups:
                 out.append(instr)
-                continue
-            terms = [now.get(var, None if var in gone else var) for var in instr.inputs()]
-            left = [term for term in terms if term is not None]
-            for group in found.get(instr.out, ()):
-                calls = list(self._as_one(group, instr))
-                out += calls
-                left.append(calls[-1].out)
-            if instr.out in found and len(left) == 1:
+            elif len(left) == 1:
                 _hands_over(out[-1], instr.out)
-            elif instr.out in found:
-                out += self._added(instr, left)
-            elif len(left) == 2:
-                out.append(replace(instr, args=tuple(left)))
             else:
-                now[instr.out] = left[0] if left else None
+                out += self._added(instr, left)
         return out
+
+    def _terms(self, root: Var) -> list[Var]:
+        """Return what a sum adds up: a part of it counts as its own terms."""
+        terms, waiting = list[Var](), [root]
+        while waiting:
+            one = waiting.pop()
+            if one is root or self._is_part(one):
+                waiting += reversed(self._makers[one].inputs())
+            else:
+                terms.append(one)
+        return terms
 
     def _is_part(self, var: Var) -> bool:
         """Whether a variable is a sum that only a later one reads, which can add the terms as they still are there."""
@@ -180,7 +180,8 @@ class _Sums:
 
         def make(op: Any, args: Any, shape: Sequence[int], **kwargs: Any) -> Instr:
             dtype = kwargs.get("dtype", call.out.spec.dtype)
-            var = self._fresh(tuple(shape), dtype, call)
+            spec = BufferSpec(tuple(shape), (shape[1], 1), dtype, call.out.spec.device)
+            var = self._fresh.like(call.out, spec=spec, offset=0, fills=True)
             return replace(call, op=op, args=args, kwargs=kwargs, out=var, backward=root.backward)
 
         height, width = call.out.spec.shape
@@ -206,24 +207,15 @@ class _Sums:
         """Yield the calls that add terms up to what a sum makes."""
         total = terms[0]
         for term in terms[1:-1]:
-            index, storage = next(self._numbers)
-            call = replace(root, args=(total, term), out=replace(root.out, index=index, storage=storage))
+            yield (call := replace(root, args=(total, term), out=self._fresh.like(root.out)))
             total = call.out
-            yield call
         yield replace(root, args=(total, terms[-1]))
 
-    def _fresh(self, shape: tuple[int, ...], dtype: torch.dtype, like: Instr) -> Var:
-        index, storage = next(self._numbers)
-        spec = BufferSpec(shape, (shape[1], 1), dtype, like.out.spec.device)
-        return Var(index, spec, storage, 0, fills=True)
-
     def _turned(self, call: Instr) -> Instr:
-        (height, width), stride = call.out.spec.shape, call.out.spec.stride
-        index, _ = next(self._numbers)
-        spec = replace(call.out.spec, shape=(width, height), stride=stride[::-1])
-        return replace(
-            call, op=_T, args=(call.out,), kwargs={}, out=replace(call.out, index=index, spec=spec)
-        )
+        made = call.out
+        spec = replace(made.spec, shape=made.spec.shape[::-1], stride=made.spec.stride[::-1])
+        turned = self._fresh.like(made, spec=spec, storage=made.storage)
+        return replace(call, op=_T, args=(made,), kwargs={}, out=turned)
 
 
 def _hands_over(call: Instr, var: Var) -> None:
