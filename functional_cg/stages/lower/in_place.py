@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -77,8 +76,8 @@ class InPlacePlan(FunctionsPlan):
         return "\n".join([str(self.graph.code), *behind])
 
     def named_calls(self) -> Mapping[str, Instr]:
-        """Return the calls by the names that inductor's kernels have for them, or that :meth:`bind_named` tells."""
-        return {**calls_of(self.graph.graph), **self._light}
+        """Return the calls of the compiled function, by the names that inductor's kernels have for them."""
+        return calls_of(self.graph.graph)
 
     def bind(self, buffers: Buffers, tick: Callable[[], None] = lambda: None) -> Run:
         launch = super().bind(buffers, tick)
@@ -88,16 +87,6 @@ class InPlacePlan(FunctionsPlan):
             return launch(())
 
         return run
-
-    def bind_named(self, buffers: Buffers, tick: Callable[[str | None], None]) -> Run:
-        """Bind the plan to buffers, in one line.
-
-        Args:
-          buffers: The buffers.
-          tick: What to call before each call that updates small leaves, with its name, and once after them.
-        """
-        names = itertools.cycle([*self._light, None, None][: len(self.ticks)])
-        return self.bind(buffers, lambda: tick(next(names)))
 
     def rehearse(self, buffers: Buffers) -> None:
         with ordinary():
