@@ -13,7 +13,7 @@ import itertools
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType, TracebackType
 
@@ -41,17 +41,14 @@ def _folder(package: str) -> list[str]:
     return [os.path.dirname(spec.origin) + os.sep] if spec is not None and spec.origin else []
 
 
-def _standard_library() -> list[str]:
-    paths = sysconfig.get_paths()
-    return [os.path.join(paths[name], "") for name in ("stdlib", "platstdlib") if paths.get(name)]
-
-
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PROGRAMS = tuple(os.path.join(_HERE, name, "") for name in ("examples", "testing"))
 _GENERATED = ("<frozen ", "<eval_with_key>", "<functional_cg", "<__array_function__")
 _NO_FUNCTIONS = frozenset({"<locals>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
 _LIBRARIES = (_HERE, *itertools.chain(*map(_folder, ("torch", "einops", "numpy"))), *_GENERATED)
-_STANDARD = tuple(_standard_library())
+_STANDARD = tuple(
+    os.path.join(path, "") for name in ("stdlib", "platstdlib") if (path := sysconfig.get_path(name))
+)
 # Python installs packages inside a folder that it calls the standard library's, with a virtual environment and without.
 _INSTALLED = tuple(path + name for path in _STANDARD for name in ("site-packages", "dist-packages"))
 
@@ -107,7 +104,8 @@ def user_frame(frame: FrameType | None = None, until: CodeType | None = None) ->
 
 def own_frame(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame of the user's own code, from `frame` outwards; None if there is none."""
-    return next((one for one in frames(frame) if _is_own(one.f_code.co_filename)), None)
+    names = ((one, one.f_code.co_filename) for one in frames(frame))
+    return next((one for one, name in names if is_user_file(name) and not is_installed(name)), None)
 
 
 def raised_in(error: BaseException) -> list[TracebackType]:
@@ -121,10 +119,6 @@ def raised_in(error: BaseException) -> list[TracebackType]:
             found.append(traceback)
         traceback = traceback.tb_next
     return found
-
-
-def _is_own(filename: str) -> bool:
-    return is_user_file(filename) and not is_installed(filename)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +135,22 @@ class Location:
         return f"{_cell(self.filename) or name}:{self.line}"
 
 
-def place_of(code: CodeType, line: int, own: tuple[CodeType, int] | None) -> str:
-    """Return a line as ``train.py:33``; one of an installed library with the user's own line that led to it."""
-    place = str(Location(code.co_filename, line, code.co_name))
-    if own is None or own[0] is code or not is_installed(code.co_filename):
-        return place
-    return f"{place}, called at {Location(own[0].co_filename, own[1], own[0].co_name)}"
+def place_of(lines: Iterable[tuple[CodeType, int]]) -> str:
+    """Return the first line of user code as ``train.py:33``; "" if there is none.
+
+    One of an installed library has the user's own line with it.
+
+    Args:
+      lines: Pairs of code and line, from the innermost outwards.
+    """
+    of_users = (
+        Location(code.co_filename, line, "") for code, line in lines if is_user_file(code.co_filename)
+    )
+    place = next(of_users, None)
+    if place is None or not is_installed(place.filename):
+        return str(place or "")
+    own = next((one for one in of_users if not is_installed(one.filename)), None)
+    return str(place) if own is None else f"{place}, called at {own}"
 
 
 def _function(code: CodeType) -> str:
@@ -157,11 +161,7 @@ def _function(code: CodeType) -> str:
 
 def here() -> str:
     """Return the user's line, ``train.py:33``; empty if there is none."""
-    frame = user_frame()
-    if frame is None:
-        return ""
-    own = own_frame(frame)
-    return place_of(frame.f_code, frame.f_lineno, own and (own.f_code, own.f_lineno))
+    return place_of((one.f_code, one.f_lineno) for one in frames(sys._getframe(1)))
 
 
 def at_here() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
@@ -44,11 +45,9 @@ def _sum(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tenso
     return _across(_elements(local, placement).sum(dtype=named.get("dtype")), placement)
 
 
-def _mean(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
-    return _sum(local, placement, named) / placement.numel
-
-
-def _extreme(local: Tensor, placement: Placement, op: Literal["max", "min"]) -> Tensor:
+def _extreme(
+    local: Tensor, placement: Placement, named: Mapping[str, Any], op: Literal["max", "min"]
+) -> Tensor:
     """Return the largest or smallest value over the ranks; NaN if any rank has NaN, which collectives may ignore."""
     sign, floating = 1 if op == "max" else -1, local.is_floating_point()
     limits = (
@@ -61,24 +60,10 @@ def _extreme(local: Tensor, placement: Placement, op: Literal["max", "min"]) -> 
     return _largest(value, lambda both: _across(both, placement, op), sign)
 
 
-def _max(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
-    return _extreme(local, placement, "max")
-
-
-def _min(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
-    return _extreme(local, placement, "min")
-
-
-def _any(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
-    return _max((local != 0).to(torch.int32), placement, named) != 0
-
-
-def _all(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
-    return _min((local != 0).to(torch.int32), placement, named) != 0
-
-
-def _count(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
-    return _across((_elements(local, placement) != 0).sum(), placement)
+def _truth(
+    local: Tensor, placement: Placement, named: Mapping[str, Any], op: Literal["max", "min"]
+) -> Tensor:
+    return _extreme((local != 0).to(torch.int32), placement, named, op) != 0
 
 
 def _norm(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
@@ -141,17 +126,18 @@ def _share(out: list[Tensor], held: Sequence[int], leaves: Sequence[tuple[Tensor
         out[i] = norm
 
 
+_LARGEST, _SMALLEST = partial(_extreme, op="max"), partial(_extreme, op="min")
 REDUCTIONS: Mapping[str, Reduction] = MappingProxyType(
     {
         "aten::sum": _sum,
-        "aten::mean": _mean,
-        "aten::amax": _max,
-        "aten::amin": _min,
-        "aten::max": _max,
-        "aten::min": _min,
-        "aten::any": _any,
-        "aten::all": _all,
-        "aten::count_nonzero": _count,
+        "aten::mean": lambda local, placement, named: _sum(local, placement, named) / placement.numel,
+        "aten::amax": _LARGEST,
+        "aten::amin": _SMALLEST,
+        "aten::max": _LARGEST,
+        "aten::min": _SMALLEST,
+        "aten::any": partial(_truth, op="max"),
+        "aten::all": partial(_truth, op="min"),
+        "aten::count_nonzero": lambda local, placement, named: _sum(local != 0, placement, {}),
         "aten::linalg_vector_norm": _norm,
         "aten::norm": _norm,
     }

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from numbers import Real
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -24,7 +24,7 @@ from ..stages.sub_programs import calls_of
 from ..stages.work import bytes_of, flops_of
 from ..tensors.op_table import row_of
 from .leaf_costs import leaf_costs
-from .report import Part, Report, Table, grouped
+from .report import Part, Report, grouped
 
 __all__ = ["COPIES", "WHAT_COPIES_ARE", "CostAnalysis", "KindOfCall", "cost_analysis", "peak_flops"]
 
@@ -138,7 +138,7 @@ class CostAnalysis(Report):
             for name, kind in self.kinds.items()
         ]
         legend = [f"  {WHAT_COPIES_ARE}"] if COPIES in self.kinds else []
-        return [*parts, Table([("kind of call", "calls", "GFLOP", "read and written"), *rows]), *legend]
+        return [*parts, [("kind of call", "calls", "GFLOP", "read and written"), *rows], *legend]
 
 
 def _positive(name: str, value: Any) -> float | None:
@@ -217,11 +217,11 @@ def _floor(
 ) -> tuple[float | None, str | None]:
     """Return the seconds that a device takes at least, and what bounds them; (None, None) if a rate is unknown."""
     known = _rates_of(name)
-    bandwidth = bandwidth or (known and known.bandwidth)
-    rates = {dtype: peak or (known and known.peak(dtype)) for dtype in flops}
-    if bandwidth is None or None in rates.values():
+    bandwidth = bandwidth or (known.bandwidth if known is not None else None)
+    if bandwidth is None or (known is None and peak is None and flops):
         return None, None
-    compute = sum(number / (rates[dtype] or 1) for dtype, number in flops.items())
+    rates = {dtype: peak or cast("_Rates", known).peak(dtype) for dtype in flops}
+    compute = sum(number / rates[dtype] for dtype, number in flops.items())
     return max((compute, "compute"), (least / bandwidth, "memory"))
 
 

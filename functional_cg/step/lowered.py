@@ -23,7 +23,7 @@ from ..call.staging import Staging
 from ..concurrency.turns import Turn
 from ..errors import LayoutError, MiscompileError
 from ..manual import Documented
-from ..messages.html import Html, card, element, fold, line
+from ..messages.html import Html, card, element, fold, line, table
 from ..messages.units import first, size_of
 from ..shards.collectives import WAIT
 from ..shards.groups import Groups
@@ -484,7 +484,7 @@ class Lowered(metaclass=Documented):
             parts.append(fold(title, *map(line, rows)) if rows else line(title))
         memory = self.memory_analysis()
         parts.append(
-            fold(f"memory at the peak: {size_of(memory['peak'])}", memory.bars().html(), opened=True)
+            fold(f"memory at the peak: {size_of(memory['peak'])}", table(memory.bars()), opened=True)
         )
         for state, entries in self._state_costs():
             title = f"{state.name}: {size_text(entries)}"

@@ -13,7 +13,7 @@ from ..stages.lifetimes import alive_at_peak
 from ..stages.program import Instr, Program, Var
 from ..stages.schedule import Schedule, schedule, temporaries
 from ..stages.sub_programs import unrolled
-from .report import Part, Report, Table, grouped, shortened
+from .report import Part, Report, grouped, shortened
 
 __all__ = ["MemoryAnalysis", "Owner", "memory_analysis", "peak_of"]
 
@@ -70,10 +70,10 @@ class MemoryAnalysis(Report, Mapping[str, int]):
         state, *others = fixed.items()
         return [state, *fields, *others, ("temporaries", self["peak"] - sum(fixed.values()))]
 
-    def bars(self) -> Table:
-        """Return the parts of the peak; in a notebook, with a bar for the share of each."""
+    def bars(self) -> list[tuple[str, ...]]:
+        """Return rows of the parts of the peak; in a notebook, with a bar for the share of each."""
         peak = max(self["peak"], 1)
-        return Table([(name, size_of(size), bar(size / peak)) for name, size in self.parts()])
+        return [(name, size_of(size), bar(size / peak)) for name, size in self.parts()]
 
     def report(self) -> list[Part]:
         """Return the parts of the peak, and the temporaries at it."""
@@ -89,7 +89,7 @@ class MemoryAnalysis(Report, Mapping[str, int]):
             f"{self.function}: {size_of(self['peak'])} at the peak",
             self.bars(),
             apart,
-            *([Table(owners, "temporaries at the peak")] if owners else []),
+            *([[("temporaries at the peak:", "", "", ""), *owners]] if owners else []),
         ]
 
 

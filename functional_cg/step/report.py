@@ -3,52 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from ..messages.html import Html, card, fold, line, table
 from ..state.outline import columns
 
-__all__ = ["Part", "Report", "Table", "as_text", "grouped", "shortened"]
+__all__ = ["Part", "Report", "as_text", "grouped", "shortened"]
+
+# A line; markup for a notebook alone; or a table, whose first row has its title in front.
+Part = str | Html | Sequence[Sequence[str]]
 
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key", bound=Hashable)
-_Row = TypeVar("_Row")
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows of cells; in a text, cells of HTML are left out.
-
-    Attributes:
-      rows: The rows; the first may be titles.
-      title: In a notebook, the summary of a fold around the rows; in a text, a line above them unless it is a cell.
-    """
-
-    rows: Sequence[Sequence[str]]
-    title: str = ""
-
-    def text(self) -> list[str]:
-        """Return aligned lines."""
-        rows = [[cell for cell in row if not isinstance(cell, Html)] for row in self.rows]
-        above = [f"{self.title}:"] if self.title and self.title != rows[0][0] else []
-        return [*above, *columns(rows, "    " if above else "  ")]
-
-    def html(self) -> Html:
-        """Return a table, in a fold if there is a title."""
-        return fold(self.title, table(self.rows)) if self.title else table(self.rows)
-
-
-Part = str | Table
 
 
 class Report:
-    """What prints as text and HTML: a title, and lines and tables below it."""
+    """What prints as text and as HTML: a title, and lines and tables below it."""
 
     __slots__ = ()
 
     def report(self) -> Sequence[Part]:
-        """Return the title and what is below it; parts of HTML are for notebooks alone."""
+        """Return the title and what is below it."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -58,25 +34,27 @@ class Report:
         return str(self)
 
     def _repr_html_(self) -> Html:
-        title, *body = self.report()
-        return card(str(title), *(_as_html(part) for part in body if part))
-
-
-def _as_html(part: Part) -> Html:
-    if isinstance(part, Table):
-        return part.html()
-    return part if isinstance(part, Html) else line(part.strip())
+        title, *parts = self.report()
+        first = next((part for part in parts if not isinstance(part, str)), None)
+        return card(str(title), *(_as_html(part, folded=part is not first) for part in parts if part))
 
 
 def as_text(parts: Iterable[Part]) -> str:
-    """Return parts as text."""
+    """Return parts as text; what is markup is left out."""
     lines: list[str] = []
     for part in parts:
-        if isinstance(part, Table):
-            lines += part.text()
+        if not isinstance(part, str):
+            lines += columns([[cell for cell in row if not isinstance(cell, Html)] for row in part])
         elif not isinstance(part, Html):
             lines.append(part)
     return "\n".join(lines)
+
+
+def _as_html(part: Part, *, folded: bool) -> Html:
+    """Return a part as HTML; all tables but the first are folded."""
+    if isinstance(part, str):
+        return part if isinstance(part, Html) else line(part.strip())
+    return fold(part[0][0], table(part)) if folded else table(part)
 
 
 def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
@@ -87,7 +65,7 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, 
     return groups
 
 
-def shortened(rows: Sequence[_Row], most: int, name: str = "name") -> list[_Row]:
+def shortened(rows: Sequence[Any], most: int, name: str = "name") -> list[Any]:
     """Return the first rows, and one with the sums of the numbers of the others.
 
     Args:
@@ -95,11 +73,11 @@ def shortened(rows: Sequence[_Row], most: int, name: str = "name") -> list[_Row]
       most: How many to return.
       name: Field that says how many are summed up.
     """
-    first, rest = list(rows[:most]), list(rows[most:])
+    rest = rows[most:]
     if len(rest) < 2:
         return list(rows)
-    fields: dict[str, Any] = {}
-    for field in rest[0].__dataclass_fields__:  # type: ignore[attr-defined]
-        values = [getattr(row, field) for row in rest]
-        fields[field] = sum(values) if type(values[0]) in (int, float) else type(values[0])()
-    return [*first, replace(rest[0], **{**fields, name: f"… and {len(rest):,} more"})]  # type: ignore[type-var]
+    columns = {field.name: [getattr(row, field.name) for row in rest] for field in fields(rest[0])}
+    sums = {
+        of: sum(some) if type(some[0]) in (int, float) else type(some[0])() for of, some in columns.items()
+    }
+    return [*rows[:most], replace(rest[0], **{**sums, name: f"… and {len(rest):,} more"})]

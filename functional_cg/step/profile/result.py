@@ -11,7 +11,7 @@ from typing import Literal
 
 from ...messages.html import element, key, stack
 from ..costs import COPIES, WHAT_COPIES_ARE
-from ..report import Part, Report, Table, as_text, grouped, shortened
+from ..report import Part, Report, as_text, grouped, shortened
 
 __all__ = [
     "PHASES",
@@ -214,9 +214,11 @@ class Profile(Report):
         sources = {call.line: call.source for call in self.calls}
         rows = []
         for one, calls in grouped(self.calls, name).items():
-            seconds = [math.fsum(call.seconds for call in calls if call.phase == phase) for phase in PHASES]
+            forward, backward, update = (
+                math.fsum(call.seconds for call in calls if call.phase == phase) for phase in PHASES
+            )
             nbytes = sum(call.nbytes for call in calls)
-            rows.append(ProfileRow(one, sources.get(one, ""), len(calls), *seconds, nbytes))
+            rows.append(ProfileRow(one, sources.get(one, ""), len(calls), forward, backward, update, nbytes))
         return tuple(sorted(rows, key=lambda row: row.seconds, reverse=True))
 
     def table(self, rows: int = _ROWS) -> str:
@@ -234,7 +236,7 @@ class Profile(Report):
     def report(self, rows: int = _ROWS) -> list[Part]:
         """Return what was measured, and the slowest modules, lines and kernels."""
         legend = [WHAT_COPIES_ARE] if any(one.module == COPIES for one in self.calls) else []
-        kernels = ["", Table(_of_kernels(self.by_kernel(), rows), "by kernel")] if self.kernels else []
+        kernels = ["", _of_kernels(self.by_kernel(), rows)] if self.kernels else []
         made = sum(one.nbytes for one in self.calls)
         sizes = {**self.resident, "results of calls, by the names above": made}
         return [
@@ -242,9 +244,9 @@ class Profile(Report):
             self._measured(),
             key(PHASES),
             "",
-            Table(_of_calls("by module", self.by_module(), rows)),
+            _of_calls("by module", self.by_module(), rows),
             "",
-            Table(_of_calls("by line", self.by_line(), rows), "by line"),
+            _of_calls("by line", self.by_line(), rows),
             *kernels,
             "",
             f"MiB at the peak: {', '.join(f'{name} {_mib(nbytes)}' for name, nbytes in sizes.items())}",
