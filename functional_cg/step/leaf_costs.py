@@ -10,11 +10,8 @@ from ..state.outline import Entry, count
 
 __all__ = ["leaf_costs", "staged_pairs"]
 
-_ROLES = {  # of new values: how often each is copied, and what is said of it
-    0: "updated in place",
-    1: "updated by a copy",
-    2: "moved from another leaf, copied twice",
-}
+# What is said of a new value, by how often it is copied.
+_ROLES = ("updated in place", "updated by a copy", "moved from another leaf, copied twice")
 
 
 def leaf_costs(program: Program, plan: Plan, inputs: Sequence[str]) -> dict[str, list[tuple[str, Entry]]]:

@@ -89,7 +89,7 @@ class MemoryAnalysis(Report, Mapping[str, int]):
             f"{self.function}: {size_of(self['peak'])} at the peak",
             self.bars(),
             apart,
-            *([[("temporaries at the peak:", "", "", ""), *owners]] if owners else []),
+            *([[("temporaries at the peak", "line", "values", "bytes"), *owners]] if owners else []),
         ]
 
 

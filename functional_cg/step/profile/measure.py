@@ -5,11 +5,12 @@ from __future__ import annotations
 import linecache
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import cycle
-from typing import Any
+from types import NoneType
+from typing import Any, cast
 
 import torch
 
@@ -52,27 +53,17 @@ def profile_of(call: Call, lowered: Lowered) -> Profile:
     buffers, staging = lowered.buffers(call, [state.arena.copy() for state in call.states])
     copy_in, plan = partial(staging.copy_in, call.live), lowered.plan
     by_kernel = isinstance(plan, InPlacePlan) and os.environ.get("FCG_PROFILE_KERNELS") == "1"
-    apart = plan if isinstance(plan, InPlacePlan) and by_kernel else lower_aten(program, timed=True)
-    fused = apart.schedule.fused
-    # The lines of a compiled function are timed one by one; then come the calls that update small leaves.
-    ticks = [None, *fused, None, None][: len(apart.ticks)] if by_kernel else apart.ticks
-    run_on = partial(_run_on, apart, buffers, copy_in, ticks, lines=by_kernel)
+    apart = cast("InPlacePlan", plan) if by_kernel else lower_aten(program, timed=True)
+    run_on = partial(_run_on, apart, buffers, copy_in)
     with among(mesh, call.function):
         with replaying(plan, buffers, lowered.reference.unchecked.slots, copy_in, device) as replay:
             call_s, parts = timed(run_on, replay, device, call.function)
+    launches = list(_launches(parts, apart))
     times: dict[Instr | str, float] = defaultdict(float)
-    launches: list[_Launch] = []
-    if isinstance(apart, InPlacePlan):
-        times[_INPUTS] = sum(seconds for part, seconds in parts if part == _INPUTS)
-        launches = list(_launches(parts, apart))
-        for _, seconds, computed in launches:  # shared among the calls, by the bytes of each
-            weights = [1 if isinstance(one, str) else 1 + bytes_of(one, {*one.outputs()}) for one in computed]
-            for one, weight in zip(computed, weights, strict=True):
-                times[one] += seconds * weight / sum(weights)
-    else:
-        for part, seconds in parts:
-            times[part] += seconds
-        times.pop(None, None)  # type: ignore[call-overload]
+    for _, seconds, computed in launches:  # shared among the calls, by the bytes of each
+        weights = [1 if isinstance(one, str) else 1 + bytes_of(one, {*one.outputs()}) for one in computed]
+        for one, weight in zip(computed, weights, strict=True):
+            times[one] += seconds * weight / sum(weights)
     calls = _profiled(program, apart.schedule, times)
     return Profile(
         call.function,
@@ -84,14 +75,17 @@ def profile_of(call: Call, lowered: Lowered) -> Profile:
         tuple(
             ProfiledKernel(name, seconds, tuple(calls[one] for one in computed if one in calls))
             for name, seconds, computed in launches
+            if name and seconds
         ),
     )
 
 
-def _run_on(
-    plan: AtenPlan, buffers: Buffers, copy_in: Act, ticks: Sequence[Any], clock: Clock, *, lines: bool
-) -> Act:
+def _run_on(plan: AtenPlan, buffers: Buffers, copy_in: Act, clock: Clock) -> Act:
     """Return a run of a timed plan that begins with the copies of the inputs, and tells a clock of its parts."""
+    compiled = isinstance(plan, InPlacePlan)
+    ticks: list[Any] = plan.ticks
+    if compiled:  # the lines of a function tell of themselves; then come the calls that update small leaves
+        ticks = [None, *plan.schedule.fused, None, None][: len(ticks)]
     begin = cycle([*ticks, None])
     tick = lambda: clock(next(begin))  # noqa: E731
     run = plan.bind(buffers, tick)
@@ -100,26 +94,27 @@ def _run_on(
         clock(_INPUTS)
         copy_in()
         tick()  # the profiler's ranges may not overlap those that torch opens around the lines
-        with lines_told(clock) if lines else nullcontext():
+        with lines_told(clock) if compiled else nullcontext():
             run(())
 
     return once
 
 
-def _launches(parts: Sequence[tuple[Any, float]], plan: InPlacePlan) -> Iterable[_Launch]:
-    """Yield what takes time of the device; views that a kernel computes cost nothing, unless there is nothing else."""
-    named, sources = plan.named_calls(), dict[str, Any]()
-    updates = {instr: f"{instr.name}.{number}" for number, instr in enumerate(plan.schedule.fused)}
+def _launches(parts: Sequence[tuple[Any, float]], plan: AtenPlan) -> Iterator[_Launch]:
+    """Yield what takes time; only a kernel has a name. Views that it computes cost nothing, unless that is all."""
+    named, names = dict[str, Instr](), dict[Instr, str]()
+    if isinstance(plan, InPlacePlan):
+        named = plan.named_calls()
+        names = {instr: f"{instr.name}.{number}" for number, instr in enumerate(plan.schedule.fused)}
+    launched = cache(launched_in)
     for part, seconds in parts:
-        if part in updates and seconds:
-            yield updates[part], seconds, (part,)
-        elif isinstance(part, tuple) and seconds:
+        if isinstance(part, tuple) and seconds:
             file, number = part
-            if file not in sources:
-                sources[file] = launched_in(file)
-            name, nodes = sources[file][number]
+            name, nodes = launched(file)[number]
             calls = dict.fromkeys(named[node] for node in nodes if node in named)
             yield name, seconds, tuple([one for one in calls if not one.is_view] or calls) or (_UNKNOWN,)
+        elif not isinstance(part, tuple | NoneType):
+            yield names.get(part, ""), seconds, (part,)
 
 
 def phases(instrs: Iterable[Instr]) -> dict[Instr, Phase]:
