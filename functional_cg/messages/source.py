@@ -21,12 +21,12 @@ from .code_reading import sync_spelling
 
 __all__ = [
     "Location",
-    "Locator",
     "at_here",
     "frames",
     "here",
     "is_installed",
     "is_user_file",
+    "locate",
     "own_frame",
     "place_of",
     "raised_in",
@@ -110,15 +110,16 @@ def own_frame(frame: FrameType | None) -> FrameType | None:
 
 def raised_in(error: BaseException) -> list[TracebackType]:
     """Return the entries of user code in the traceback of an error, the innermost last."""
-    found: list[TracebackType] = []
-    traceback = error.__traceback__
+    entries = [(one, one.tb_frame.f_code.co_filename) for one in _entries(error.__traceback__)]
+    of_users = [(one, name) for one, name in entries if is_user_file(name)]
+    # What is generated for the user's code, such as the methods of a dataclass, is not the user's, too.
+    return [one for place, (one, name) in enumerate(of_users) if not place or name != "<string>"]
+
+
+def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
     while traceback is not None:
-        name = traceback.tb_frame.f_code.co_filename
-        # What is generated for the user's code, such as the methods of a dataclass, is not the user's, too.
-        if is_user_file(name) and not (found and name == "<string>"):
-            found.append(traceback)
+        yield traceback
         traceback = traceback.tb_next
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,20 +179,9 @@ def _cell(filename: str) -> str | None:
     return named[1] if named else None
 
 
-class Locator:
-    """Finds the line of user code for each op of a trace; caches what it learns about lines."""
-
-    __slots__ = ("_lines",)
-
-    def __init__(self) -> None:
-        self._lines: dict[tuple[str, CodeType, int], Location] = {}
-
-    def locate(self, frame: FrameType | None = None, until: CodeType | None = None) -> Location | None:
-        """Return the line of the innermost user frame; arguments as for :func:`user_frame`."""
-        found = user_frame(sys._getframe(1) if frame is None else frame, until)
-        if found is None:
-            return None
-        key = (found.f_code.co_filename, found.f_code, found.f_lasti)  # equal code may be in two files
-        if key not in self._lines:
-            self._lines[key] = Location(key[0], found.f_lineno, _function(found.f_code))
-        return self._lines[key]
+def locate(frame: FrameType | None = None, until: CodeType | None = None) -> Location | None:
+    """Return the line of the innermost user frame; arguments as for :func:`user_frame`."""
+    found = user_frame(sys._getframe(1) if frame is None else frame, until)
+    if found is None:
+        return None
+    return Location(found.f_code.co_filename, found.f_lineno, _function(found.f_code))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
@@ -126,17 +125,16 @@ def _share(out: list[Tensor], held: Sequence[int], leaves: Sequence[tuple[Tensor
         out[i] = norm
 
 
-_LARGEST, _SMALLEST = partial(_extreme, op="max"), partial(_extreme, op="min")
 REDUCTIONS: Mapping[str, Reduction] = MappingProxyType(
     {
         "aten::sum": _sum,
         "aten::mean": lambda local, placement, named: _sum(local, placement, named) / placement.numel,
-        "aten::amax": _LARGEST,
-        "aten::amin": _SMALLEST,
-        "aten::max": _LARGEST,
-        "aten::min": _SMALLEST,
-        "aten::any": partial(_truth, op="max"),
-        "aten::all": partial(_truth, op="min"),
+        "aten::amax": lambda *given: _extreme(*given, "max"),
+        "aten::amin": lambda *given: _extreme(*given, "min"),
+        "aten::max": lambda *given: _extreme(*given, "max"),
+        "aten::min": lambda *given: _extreme(*given, "min"),
+        "aten::any": lambda *given: _truth(*given, "max"),
+        "aten::all": lambda *given: _truth(*given, "min"),
         "aten::count_nonzero": lambda local, placement, named: _sum(local != 0, placement, {}),
         "aten::linalg_vector_norm": _norm,
         "aten::norm": _norm,
