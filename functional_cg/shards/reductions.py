@@ -44,9 +44,7 @@ def _sum(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tenso
     return _across(_elements(local, placement).sum(dtype=named.get("dtype")), placement)
 
 
-def _extreme(
-    local: Tensor, placement: Placement, named: Mapping[str, Any], op: Literal["max", "min"]
-) -> Tensor:
+def _extreme(local: Tensor, placement: Placement, op: Literal["max", "min"]) -> Tensor:
     """Return the largest or smallest value over the ranks; NaN if any rank has NaN, which collectives may ignore."""
     sign, floating = 1 if op == "max" else -1, local.is_floating_point()
     limits = (
@@ -59,10 +57,8 @@ def _extreme(
     return _largest(value, lambda both: _across(both, placement, op), sign)
 
 
-def _truth(
-    local: Tensor, placement: Placement, named: Mapping[str, Any], op: Literal["max", "min"]
-) -> Tensor:
-    return _extreme((local != 0).to(torch.int32), placement, named, op) != 0
+def _truth(local: Tensor, placement: Placement, op: Literal["max", "min"]) -> Tensor:
+    return _extreme((local != 0).to(torch.int32), placement, op) != 0
 
 
 def _norm(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
@@ -129,13 +125,13 @@ REDUCTIONS: Mapping[str, Reduction] = MappingProxyType(
     {
         "aten::sum": _sum,
         "aten::mean": lambda local, placement, named: _sum(local, placement, named) / placement.numel,
-        "aten::amax": lambda *given: _extreme(*given, "max"),
-        "aten::amin": lambda *given: _extreme(*given, "min"),
-        "aten::max": lambda *given: _extreme(*given, "max"),
-        "aten::min": lambda *given: _extreme(*given, "min"),
-        "aten::any": lambda *given: _truth(*given, "max"),
-        "aten::all": lambda *given: _truth(*given, "min"),
-        "aten::count_nonzero": lambda local, placement, named: _sum(local != 0, placement, {}),
+        "aten::amax": lambda local, placement, _: _extreme(local, placement, "max"),
+        "aten::amin": lambda local, placement, _: _extreme(local, placement, "min"),
+        "aten::max": lambda local, placement, _: _extreme(local, placement, "max"),
+        "aten::min": lambda local, placement, _: _extreme(local, placement, "min"),
+        "aten::any": lambda local, placement, _: _truth(local, placement, "max"),
+        "aten::all": lambda local, placement, _: _truth(local, placement, "min"),
+        "aten::count_nonzero": lambda local, placement, _: _sum(local != 0, placement, {}),
         "aten::linalg_vector_norm": _norm,
         "aten::norm": _norm,
     }

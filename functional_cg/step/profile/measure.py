@@ -102,7 +102,8 @@ def _run_on(plan: AtenPlan, buffers: Buffers, copy_in: Act, clock: Clock) -> Act
 
 def _launches(parts: Sequence[tuple[Any, float]], plan: AtenPlan) -> Iterator[_Launch]:
     """Yield what takes time; only a kernel has a name. Views that it computes cost nothing, unless that is all."""
-    named, names = dict[str, Instr](), dict[Instr, str]()
+    named: Mapping[str, Instr] = {}
+    names: dict[Instr, str] = {}
     if isinstance(plan, InPlacePlan):
         named = plan.named_calls()
         names = {instr: f"{instr.name}.{number}" for number, instr in enumerate(plan.schedule.fused)}
