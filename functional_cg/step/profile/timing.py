@@ -104,9 +104,11 @@ def timed(
         clock.starts.clear()
         run()
         clock(None)
+        if on_gpu:
+            torch.cuda.synchronize(device)
 
     if on_gpu:
-        seconds = _busy(once, device, function)
+        seconds = _busy(once, function)
         calls = [_on_device(call, device) for _ in range(1 + _RUNS)]
         return statistics.median(calls[1:]), [
             (part, seconds[n] / _RUNS) for n, part in enumerate(clock.parts)
@@ -132,17 +134,12 @@ def _on_device(call: Act, device: torch.device) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def _busy(once: Act, device: torch.device, function: str) -> dict[int, float]:
+def _busy(once: Act, function: str) -> dict[int, float]:
     """Return the seconds in which the device is busy with each part of some runs, by its position."""
-
-    def run() -> None:
-        once()
-        torch.cuda.synchronize(device)
-
-    run()
+    once()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(_RUNS):
-            run()
+            once()
     found = device_seconds(profiler.events() or ())
     if not any(found.values()):
         raise CaptureError.of(
