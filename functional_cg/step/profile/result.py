@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal
@@ -305,37 +305,30 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _of_calls(name: str, rows: Sequence[ProfileRow], most: int) -> list[tuple[str, ...]]:
     """Return rows as cells, after a title for each column; in a notebook, with a bar for the time of each."""
-    shares = _shares(rows)
+    total = math.fsum(row.seconds for row in rows)
     longest = max((row.seconds for row in rows), default=0.0) or 1.0
-
-    def cells(row: ProfileRow) -> tuple[str, ...]:
+    cells: list[tuple[str, ...]] = [(name, "calls", *PHASES, "ms", "%", "peak MiB", element("span"))]
+    for row in shortened(rows, most):
         parts = [row.forward_s, row.backward_s, row.update_s]
-        bar, nbytes = stack([part / longest for part in parts]), _mib(row.nbytes) if row.nbytes else ""
-        return title(row), f"{row.calls:,}", *map(_ms_or_blank, parts), *shares(row), nbytes, bar
-
-    head = (name, "calls", *PHASES, "ms", "%", "peak MiB", element("span"))
-    return [head, *map(cells, shortened(rows, most))]
+        phases = [_ms(part) if part else "" for part in parts]
+        nbytes, bar = _mib(row.nbytes) if row.nbytes else "", stack([part / longest for part in parts])
+        cells.append((title(row), f"{row.calls:,}", *phases, *_time(row.seconds, total), nbytes, bar))
+    return cells
 
 
 def _of_kernels(rows: Sequence[KernelRow], most: int) -> list[tuple[str, ...]]:
-    shares = _shares(rows)
-
-    def cells(row: KernelRow) -> tuple[str, ...]:
-        modules, lines = _several(list(map(_end, row.modules))), _several(row.lines)
-        return _start(row.name), f"{row.kernels:,}", ", ".join(row.phases), *shares(row), modules, lines
-
-    return [
-        ("by kernel", "kernels", "phase", "ms", "%", "modules", "lines"),
-        *map(cells, shortened(rows, most)),
-    ]
-
-
-def _shares(
-    rows: Sequence[ProfileRow] | Sequence[KernelRow],
-) -> Callable[[ProfileRow | KernelRow], Iterator[str]]:
-    """Return what gives the milliseconds of a row, and its percentage of all rows."""
     total = math.fsum(row.seconds for row in rows)
-    return lambda row: iter((_ms(row.seconds), f"{100 * row.seconds / total:.1f}" if total else ""))
+    cells: list[tuple[str, ...]] = [("by kernel", "kernels", "phase", "ms", "%", "modules", "lines")]
+    for row in shortened(rows, most):
+        modules, phases = list(map(_end, row.modules)), ", ".join(row.phases)
+        parts_of = _several(modules), _several(row.lines)
+        cells.append((_start(row.name), f"{row.kernels:,}", phases, *_time(row.seconds, total), *parts_of))
+    return cells
+
+
+def _time(seconds: float, total: float) -> tuple[str, str]:
+    """Return milliseconds, and their percentage of a total."""
+    return _ms(seconds), f"{100 * seconds / total:.1f}" if total else ""
 
 
 def title(row: ProfileRow, source: int = _WIDEST) -> str:
@@ -363,10 +356,6 @@ def _several(names: Sequence[str], most: int = 3) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.3f}"
-
-
-def _ms_or_blank(seconds: float) -> str:
-    return _ms(seconds) if seconds else ""
 
 
 def _mib(nbytes: int) -> str:
