@@ -48,10 +48,8 @@ def guard_of(frame: FrameType) -> tuple[bool, str] | None:
     tests_itself = ("COMPARE_OP",) if sys.version_info >= (3, 13) else ()
     if site is None or not (site.op in ("TO_BOOL", "UNARY_NOT", *tests_itself) or "JUMP" in site.op):
         return None
-    if "JUMP" in site.op and sys.version_info < (
-        3,
-        12,
-    ):  # its span is that of the statement or an earlier operand
+    # Before Python 3.12, a jump has the span of the statement or of an earlier operand.
+    if "JUMP" in site.op and sys.version_info < (3, 12):
         site = Site.of(frame, _before(frame))
     tests = [] if site is None else list(takewhile(lambda node: isinstance(node, ast.expr), site.around()))
     statement: Any = site.up(tests[-1]) if site is not None and tests else None
