@@ -568,7 +568,7 @@ def test_no_user_frame_is_none():
     assert user_frame(None) is not None
     code = (
         "from functional_cg.messages.source import *; import sys; "
-        "print(Locator().locate(), user_frame().f_code.co_filename)"
+        "print(locate(), user_frame().f_code.co_filename)"
     )
     with Program("-c", code) as done:
         assert done.end(60.0) == 0, done.err
