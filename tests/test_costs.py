@@ -117,7 +117,10 @@ def test_memory_prints_for_people() -> None:
     assert sum(nbytes for name, nbytes in memory.parts() if "." not in name) == memory["peak"]
     assert sum(nbytes for name, nbytes in memory.parts() if "." in name) == memory["state"]
     assert f"all temporaries of a call come to {size_of(memory['temporaries'])}, not all at one time" in text
-    assert re.search(r"\ntemporaries at the peak:\n +\w+ +test_costs.py:\d+.* +\d+x +[\d,.]+ (MiB|B)\n", text)
+    assert re.search(
+        r"\n  temporaries at the peak  +line +values +bytes\n +\w+ +test_costs.py:\d+.* +\d+x +[\d,.]+ (MiB|B)\n",
+        text,
+    )
     sizes = [one.nbytes for one in memory.owners]
     assert sizes == sorted(sizes, reverse=True) != sizes[::-1]
     assert dict(memory)["state"] == memory["state"]

@@ -18,7 +18,7 @@ from functional_cg.messages.origins import Origin
 from functional_cg.messages.source import Location
 from functional_cg.stages.passes.recompute import keep_as_buffers, recompute
 from functional_cg.stages.program import Instr
-from functional_cg.step.profile.phases import phases
+from functional_cg.step.profile.measure import phases
 from tests.nn_models import GPT
 
 GRADS = {"value_and_grad": fcg.grad, "torch.func.grad": torch.func.grad}

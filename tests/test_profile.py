@@ -23,11 +23,9 @@ import functional_cg as fcg
 from functional_cg import report
 from functional_cg.stages.lower.inductor import compile_graph
 from functional_cg.stages.run.ranges import in_a_range
-from functional_cg.step.profile.folding import folded
-from functional_cg.step.profile.kernels import Kernel, Launches, kernels
-from functional_cg.step.profile.result import Profile
-from functional_cg.step.profile.rows import ProfiledCall, ProfileRow
-from functional_cg.step.profile.timing import _DeviceClock, device_seconds
+from functional_cg.step.profile.kernels import launched_in, lines_told
+from functional_cg.step.profile.result import Profile, ProfiledCall, ProfileRow, folded
+from functional_cg.step.profile.timing import Clock, DeviceClock, device_seconds
 from functional_cg.testing import assert_trees_all_equal
 from tests.compiled_graphs import COMPILED
 from tests.nn_models import GPT, conv_net
@@ -412,26 +410,25 @@ def test_lines_that_launch_have_the_nodes_of_the_comment_above_them(tmp_path: Pa
         "workspace_0": torch.ones(4),
     }
     exec(compile(GENERATED, str(path), "exec"), names)
-    ticks: list[int] = []
-    with Launches(lambda: ticks.append(0), lambda: ticks.append(1)) as launches:
+    clock = Clock()
+    with lines_told(clock):
         names["Runner"]().call([torch.ones(2, 2), torch.ones(2, 2)])
-    assert ticks == [0] * 9 + [1]
-    assert launches.lines[-1] is None
-    numbers = [line[1] for line in launches.lines if line is not None]
+    assert clock.parts[-1] is None
+    numbers = [line[1] for line in clock.parts[:-1]]
     assert numbers == [4, 6, 8, 9, 10, 11, 13, 14, 15]
-    found = kernels(launches.lines, [0.0, 2.0, 0.0, 3.0, 0.0, 1.0, 4.0, 0.5, 0.0, 5.0])
-    assert found == [
-        Kernel("extern_kernels.mm", ("mm_default",), 2.0),
-        Kernel("triton_red_fused_gelu_sum_0", ("gelu_default", "sum_default"), 3.0),
-        Kernel("triton_poi_fused_1", (), 1.0),  # its comment is missing: it is not that of another kernel
-        Kernel("triton_per_fused_norm_2", ("norm_default", "cast_default"), 4.0),
-        Kernel("workspace.sum", ("norm_default", "cast_default"), 0.5),  # of what that kernel has left
-    ]
+    found = launched_in(str(path))
+    assert {number: found[number] for number in (6, 9, 11, 13, 14)} == {
+        6: ("extern_kernels.mm", ("mm_default",)),
+        9: ("triton_red_fused_gelu_sum_0", ("gelu_default", "sum_default")),
+        11: ("triton_poi_fused_1", ()),  # its comment is missing: it is not that of another kernel
+        13: ("triton_per_fused_norm_2", ("norm_default", "cast_default")),
+        14: ("workspace.sum", ("norm_default", "cast_default")),  # of what that kernel has left
+    }
 
 
 def test_a_trace_function_of_someone_else_is_put_back() -> None:
     before = sys.gettrace()
-    with pytest.raises(RuntimeError, match="broken"), Launches(lambda: None, lambda: None):
+    with pytest.raises(RuntimeError, match="broken"), lines_told(Clock()):
         raise RuntimeError("broken")
     assert sys.gettrace() is before
 
@@ -447,15 +444,16 @@ def test_the_source_that_this_torch_generates_has_the_nodes_in_comments() -> Non
     with torch.no_grad():
         compiled = compile_graph(module, arguments, on_host=True, small=False, in_order=False)
         compiled(*arguments)
-        clock = _DeviceClock()
+        clock = DeviceClock()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            clock.pause()
-            with Launches(clock, clock.pause) as launches:
+            with lines_told(clock):
                 compiled(*arguments)
-    found = kernels(launches.lines, [1.0] * len(launches.lines))
+            clock(None)
+    lines = [(number, line) for number, line in enumerate(clock.parts) if line is not None]
     ranges = [event.name for event in profiler.events() or () if event.name.startswith("functional_cg ")]
-    assert ranges == [f"functional_cg {n}" for n, line in enumerate(launches.lines, 1) if line is not None]
-    products = [(one.name, one.nodes) for one in found if one.name.startswith("extern_kernels")]
+    assert ranges == [f"functional_cg {number}" for number, _ in lines]
+    launched = [launched_in(file)[number] for _, (file, number) in lines]
+    products = [one for one in launched if one[0].startswith("extern_kernels")]
     assert products == [("extern_kernels.mm", ("mm_default",)), ("extern_kernels.mm", ("mm_default_1",))]
 
 

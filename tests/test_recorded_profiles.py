@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import functional_cg as fcg
-from functional_cg.step.profile.rows import ProfiledKernel
+from functional_cg.step.profile.result import ProfiledKernel
 from notebooks.helpers.profiles import packed, unpacked
 
 

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from functional_cg.messages.source import (
     Location,
-    Locator,
     is_user_file,
+    locate,
     raised_in,
     sync_spelling,
     user_frame,
@@ -527,21 +527,13 @@ def test_innermost_user_frame_below_library_frames():
     assert found["frame"].f_code.co_name == "test_innermost_user_frame_below_library_frames"
 
 
-def test_locator_agrees_with_user_frame():
-    locator = Locator()
+def test_a_location_agrees_with_user_frame():
     frame = user_frame()
-    first, second = locator.locate(), locator.locate()
+    first, second = locate(), locate()
     assert (first.filename, first.function) == (__file__, frame.f_code.co_name)
     assert first == Location(__file__, second.line, frame.f_code.co_name)
     assert str(first) == f"test_source.py:{first.line}"
-    assert locator.locate(frame).line == sys._getframe().f_lineno
-
-
-def test_locator_tells_lines_of_one_function_apart():
-    locator, lines = Locator(), []
-    lines.append(locator.locate().line)
-    lines.append(locator.locate().line)
-    assert lines[1] == lines[0] + 1
+    assert locate(frame).line == sys._getframe().f_lineno
 
 
 @pytest.mark.parametrize(
@@ -576,7 +568,7 @@ def test_no_user_frame_is_none():
     assert user_frame(None) is not None
     code = (
         "from functional_cg.messages.source import *; import sys; "
-        "print(Locator().locate(), user_frame().f_code.co_filename)"
+        "print(locate(), user_frame().f_code.co_filename)"
     )
     with Program("-c", code) as done:
         assert done.end(60.0) == 0, done.err

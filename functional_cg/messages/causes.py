@@ -12,7 +12,8 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import FrozenInstanceError
-from types import CodeType, MappingProxyType, TracebackType
+from traceback import walk_tb
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,10 +23,9 @@ from ..errors.words import words_of
 from .code_reading import Site, operand, text_of
 from .source import is_installed, raised_in
 
-__all__ = ["fix_of", "lines_of", "takes", "wording"]
+__all__ = ["fix_of", "takes", "wording"]
 
 _OUR_FIX = re.compile(r"\nTo fix: (.*)$", re.DOTALL)
-_TUPLES = ("tuple", "list")
 # Words of torch about tensors whose shapes do not go together.
 _SHAPES = re.compile(
     r"reduction dim|broadcast|shapes? |sizes? |dimension|must match|expected input|channels|same number of|numel"
@@ -54,32 +54,11 @@ def fix_of(error: BaseException) -> str:
         return ours[1].rstrip(".")
     entries = [one for one in raised_in(error) if not is_installed(one.tb_frame.f_code.co_filename)]
     site = Site.of(entries[-1].tb_frame, entries[-1].tb_lasti) if entries else None
-    if site is not None:
-        for cause in (
-            _without_gradient,
-            _class_of_a_tensor,
-            _missing_key,
-            _uncalled,
-            _three_of_aux,
-            _still_a_pair,
-            _attribute,
-            _optimizer,
-            _schedule,
-            _frozen,
-            _no_name,
-            _elsewhere,
-            _no_gpu,
-        ):
-            if fix := cause(site, error):
+    for kinds, words, cause in _CAUSES if site is not None else ():
+        if isinstance(error, kinds) and re.search(words, words_of(error), re.DOTALL):
+            if fix := cause if isinstance(cause, str) else cause(site, error):
                 return fix
     return _shapes(site, error)
-
-
-def lines_of(error: BaseException) -> tuple[tuple[CodeType, int] | None, tuple[CodeType, int] | None]:
-    """Return the innermost line of user code in a traceback, and the innermost line of the user's own code."""
-    entries = raised_in(error)
-    own = [one for one in entries if not is_installed(one.tb_frame.f_code.co_filename)]
-    return _line(entries), _line(own)
 
 
 def wording(text: str) -> str:
@@ -87,33 +66,18 @@ def wording(text: str) -> str:
     return (text.splitlines() or [""])[0].replace("FakeTensor", "Tensor")
 
 
-def _line(entries: list[TracebackType]) -> tuple[CodeType, int] | None:
-    return (entries[-1].tb_frame.f_code, entries[-1].tb_lineno) if entries else None
-
-
-def _class_of_a_tensor(site: Site, error: BaseException) -> str:
-    """A table has no key for the class of traced tensors, or a subclass of tensors is made of one."""
-    key = error.args[0] if isinstance(error, KeyError) and error.args else None
-    if isinstance(key, type) and issubclass(key, torch.Tensor):
+def _missing_key(site: Site, error: KeyError) -> str:
+    key = error.args[0] if error.args else None
+    if isinstance(key, type) and issubclass(key, Tensor):
         return "choose by `isinstance(x, torch.Tensor)`: the tensors of a trace are of a class of their own"
-    if "Creating a new Tensor subclass" in words_of(error):
-        return "a step computes on plain tensors: write what the class does as functions of them"
-    return ""
-
-
-def _missing_key(site: Site, error: BaseException) -> str:
-    if not isinstance(error, KeyError) or not isinstance(site.node, ast.Subscript):
-        return ""
-    held, name, key = site.value(site.node.value), text_of(site.node.value), text_of(site.node.slice)
+    held = site.value(site.node.value) if isinstance(site.node, ast.Subscript) else None
     if not isinstance(held, Mapping):
         return ""
-    keys = [repr(one) for one in held]
-    close = difflib.get_close_matches(str(error.args[0]), [one for one in held if isinstance(one, str)], 1)
-    if close:
-        return f"did you mean `{name}[{close[0]!r}]` by `{name}[{key}]`?"
-    return (
-        f"`{name}` has the keys {', '.join(keys) or 'none'}: read one of them, or pass `{name}[{key}]`, too"
-    )
+    name, read = text_of(site.node.value), text_of(site.node)
+    if close := difflib.get_close_matches(str(key), [one for one in held if isinstance(one, str)], 1):
+        return f"did you mean `{name}[{close[0]!r}]` by `{read}`?"
+    keys = ", ".join(map(repr, held)) or "none"
+    return f"`{name}` has the keys {keys}: read one of them, or pass `{read}`, too"
 
 
 def _assigned(site: Site) -> tuple[list[ast.expr], ast.Call] | None:
@@ -126,8 +90,6 @@ def _assigned(site: Site) -> tuple[list[ast.expr], ast.Call] | None:
 
 def _without_gradient(site: Site, error: BaseException) -> str:
     """Something is differentiated that autograd does not track: the leaves of a state do not ask for gradients."""
-    if "does not require grad" not in words_of(error):
-        return ""
     match site.node:
         case ast.Call(func=ast.Attribute(attr="grad") | ast.Name(id="grad"), args=[out, *inputs]):
             if "differentiated" not in words_of(error):
@@ -142,8 +104,7 @@ def _without_gradient(site: Site, error: BaseException) -> str:
 
 def _uncalled(site: Site, error: BaseException) -> str:
     """A function that ``value_and_grad`` made, unpacked without being called."""
-    found = _assigned(site)
-    if found is None or not isinstance(error, TypeError) or "function" not in words_of(error):
+    if (found := _assigned(site)) is None:
         return ""
     targets, call = found
     names = ", ".join(map(text_of, targets))
@@ -161,7 +122,7 @@ def _uncalled(site: Site, error: BaseException) -> str:
 def _three_of_aux(site: Site, error: BaseException) -> str:
     """Three targets for what ``value_and_grad(has_aux=True)`` returns."""
     found = _assigned(site)
-    if found is None or not isinstance(error, ValueError) or "has_aux" not in text_of(found[1]):
+    if found is None or "has_aux" not in text_of(found[1]):
         return ""
     names = [text_of(target) for target in found[0]]
     return f"`({', '.join(names[:-1])}), {names[-1]} = {text_of(found[1])}`: value and aux are one pair"
@@ -169,10 +130,6 @@ def _three_of_aux(site: Site, error: BaseException) -> str:
 
 def _still_a_pair(site: Site, error: BaseException) -> str:
     """A tuple that was meant to be unpacked, such as the pair that a module's function returns."""
-    if not isinstance(error, TypeError | AttributeError) or not any(
-        one in words_of(error) for one in _TUPLES
-    ):
-        return ""
     for name, value in _values(site):
         if not isinstance(value, tuple | list) or not name.isidentifier():
             continue
@@ -201,9 +158,9 @@ def _made(site: Site, name: str) -> str | None:
     return found
 
 
-def _attribute(site: Site, error: BaseException) -> str:
+def _attribute(site: Site, error: AttributeError) -> str:
     """An attribute that a tensor does not have: the method of another library's array."""
-    if not isinstance(error, AttributeError) or not isinstance(error.obj, Tensor) or not error.name:
+    if not isinstance(error.obj, Tensor) or not error.name:
         return ""
     node = next((one for one in ast.walk(site.node) if isinstance(one, ast.Attribute)), None)
     x = operand(node.value) if node is not None and node.attr == error.name else "x"
@@ -217,25 +174,21 @@ def _attribute(site: Site, error: BaseException) -> str:
 
 def _optimizer(site: Site, error: BaseException) -> str:
     """A method of an optimizer, called as one of torch is."""
-    match site.node:
-        case ast.Call(func=ast.Attribute(value=owner)) if isinstance(error, TypeError):
-            if type(site.value(owner)).__module__.startswith("functional_cg.optim"):
-                return "`state = state.apply_gradients(grads)`"
-    return ""
+    func = getattr(site.node, "func", None)
+    owner = site.value(func.value) if isinstance(func, ast.Attribute) else None
+    of_ours = type(owner).__module__.startswith("functional_cg.optim")
+    return "`state = state.apply_gradients(grads)`" if of_ours else ""
 
 
 def _schedule(site: Site, error: BaseException) -> str:
     """A schedule, computed with as if it were a number."""
-    if not isinstance(error, TypeError):
-        return ""
     for one in ast.walk(site.node):
-        if not isinstance(one, ast.Name | ast.Attribute) or not _derives(site.value(one), "Schedule"):
-            continue
-        name, owner = text_of(one), site.value(one.value) if isinstance(one, ast.Attribute) else None
-        if isinstance(one, ast.Attribute) and _derives(owner, "GradientTransformation"):
-            made = f"fcg.optim.inject_hyperparams({type(owner).__name__})({one.attr}=...)"
-            return f"`{name}` is a schedule: `{made}` gives its value at each update"
-        return f"`{name}` is a schedule: its value is `{name}(state.step)`"
+        if isinstance(one, ast.Name | ast.Attribute) and _derives(site.value(one), "Schedule"):
+            name, owner = text_of(one), site.value(one.value) if isinstance(one, ast.Attribute) else None
+            if isinstance(one, ast.Attribute) and _derives(owner, "GradientTransformation"):
+                made = f"fcg.optim.inject_hyperparams({type(owner).__name__})({one.attr}=...)"
+                return f"`{name}` is a schedule: `{made}` gives its value at each update"
+            return f"`{name}` is a schedule: its value is `{name}(state.step)`"
     return ""
 
 
@@ -247,21 +200,20 @@ def _derives(value: Any, base: str) -> bool:
 
 def _frozen(site: Site, error: BaseException) -> str:
     """A field that is assigned in a frozen object which is no state, such as an optimizer."""
-    if not isinstance(error, FrozenInstanceError):
-        return ""
     for one in ast.walk(site.node):
-        if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store):
-            owner = site.value(one.value)
-            if owner is not None and not hasattr(type(owner), "replace"):
-                return (
-                    f"`{text_of(one.value)}` is frozen: what changes from call to call is a tensor of the state, such "
-                    "as `torch.tensor(0)`, which goes in and is returned"
-                )
+        match one:
+            case ast.Attribute(value=held, ctx=ast.Store()):
+                owner = site.value(held)
+                if owner is not None and not hasattr(type(owner), "replace"):
+                    return (
+                        f"`{text_of(held)}` is frozen: what changes from call to call is a tensor of the state, such "
+                        "as `torch.tensor(0)`, which goes in and is returned"
+                    )
     return ""
 
 
-def _no_name(site: Site, error: BaseException) -> str:
-    if not isinstance(error, NameError) or not error.name:
+def _no_name(site: Site, error: NameError) -> str:
+    if not error.name:
         return ""
     known = [*site.frame.f_locals, *site.frame.f_globals]
     if close := difflib.get_close_matches(error.name, known, 1, 0.8):
@@ -269,27 +221,45 @@ def _no_name(site: Site, error: BaseException) -> str:
     return f"define `{error.name}`, or pass it as an input"
 
 
-def _elsewhere(site: Site, error: BaseException) -> str:
-    """What torch says of objects of this package, or of ranks."""
-    text = words_of(error)
-    if "TrainState'" in text or "Handle'" in text:
-        return "pass the parameters, `state.params`"
-    if "process group" in text and "init" in text:
-        return "`fcg.sharding.mean(x)` in place of `all_reduce`, of a state with `sharding=fcg.sharding.zero(mesh)`"
-    return ""
-
-
 def _no_gpu(site: Site, error: BaseException) -> str:
-    if torch.cuda.is_available() or not isinstance(error, RuntimeError | AssertionError):
+    if torch.cuda.is_available():
         return ""
-    if not re.search(r"cuda|CUDA", words_of(error)):
-        return ""
+    copied = "inputs are copied to the state's device, and torch sees no GPU here"
     match site.node:
         case ast.Call(keywords=given) if any(one.arg == "device" for one in given):
             return "create it where an input is, such as with `device=x.device`: torch sees no GPU here"
         case ast.Call(func=ast.Attribute(value=owner)):
-            return f"write `{text_of(owner)}`: inputs are copied to the state's device, and torch sees no GPU here"
-    return "leave tensors where they are: inputs are copied to the state's device, and torch sees no GPU here"
+            return f"write `{text_of(owner)}`: {copied}"
+    return f"leave tensors where they are: {copied}"
+
+
+# What an exception is, and words of it -> the fix, or what finds it in the user's line; the first that is found counts.
+_CAUSES: tuple[
+    tuple[type[Exception] | tuple[type[Exception], ...], str, str | Callable[[Any, Any], str]], ...
+] = (
+    (Exception, "does not require grad", _without_gradient),
+    (
+        Exception,
+        "Creating a new Tensor subclass",
+        "a step computes on plain tensors: write what the class does as functions of them",
+    ),
+    (KeyError, "", _missing_key),
+    (TypeError, "function", _uncalled),
+    (ValueError, "", _three_of_aux),
+    ((TypeError, AttributeError), "tuple|list", _still_a_pair),
+    (AttributeError, "", _attribute),
+    (TypeError, "", _optimizer),
+    (TypeError, "", _schedule),
+    (FrozenInstanceError, "", _frozen),
+    (NameError, "", _no_name),
+    (Exception, "(TrainState|Handle)'", "pass the parameters, `state.params`"),
+    (
+        Exception,
+        "(?=.*process group).*init",
+        "`fcg.sharding.mean(x)` in place of `all_reduce`, of a state with `sharding=fcg.sharding.zero(mesh)`",
+    ),
+    ((RuntimeError, AssertionError), "cuda|CUDA", _no_gpu),
+)
 
 
 def _shapes(site: Site | None, error: BaseException) -> str:
@@ -300,8 +270,8 @@ def _shapes(site: Site | None, error: BaseException) -> str:
     if module is not None:
         path, part, given = module
         where = f"`{path}`, {part!r}," if path else f"{part!r}"
-        entries = raised_in(error)
-        own = bool(entries) and not is_installed(entries[-1].tb_frame.f_code.co_filename)
+        made_by = [one.tb_frame.f_code.co_filename for one in raised_in(error)[-1:]]
+        own = bool(made_by) and not is_installed(made_by[0])
         return f"{where} was given {_shown(given)}: {_fitting(part, given, own=own)}"
     tensors = {name: value for name, value in _values(site) if isinstance(value, Tensor)}
     shown = " and ".join(f"`{name}` is {_shown(value)}" for name, value in tensors.items())
@@ -314,36 +284,33 @@ def _shown(tensor: Tensor) -> str:
 
 def _fitting(part: nn.Module, given: Tensor, *, own: bool) -> str:
     """Return how a module and its input would fit: by another module if the user has made it, else by another input."""
-    match part:
-        case nn.Linear() if own and given.ndim:
-            return f"make it `nn.Linear({given.shape[-1]}, {part.out_features})`"
-        case nn.Linear():
-            return f"pass an input whose last dimension is {part.in_features}"
-        case nn.Conv1d() | nn.Conv2d() | nn.Conv3d() if own and given.ndim > 1:
-            made = f"nn.{type(part).__name__}({given.shape[1]}, {part.out_channels}, {part.kernel_size})"
-            return f"make it `{made}`"
-        case nn.Conv1d() | nn.Conv2d() | nn.Conv3d():
-            return f"pass an input of {part.in_channels} channels, [batch, channels, ...]"
+    linear, convolution = isinstance(part, nn.Linear), isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    if linear and own and given.ndim:
+        return f"make it `nn.Linear({given.shape[-1]}, {part.out_features})`"
+    if convolution and own and given.ndim > 1:
+        return (
+            f"make it `nn.{type(part).__name__}({given.shape[1]}, {part.out_channels}, {part.kernel_size})`"
+        )
+    if linear:
+        return f"pass an input whose last dimension is {part.in_features}"
+    if convolution:
+        return f"pass an input of {part.in_channels} channels, [batch, channels, ...]"
     return "pass an input of the shape that it takes"
 
 
 def _module_in(error: BaseException) -> tuple[str, nn.Module, Tensor] | None:
     """Return the innermost module of torch whose forward raised: its path in the outermost one, it, and its input."""
-    modules: list[tuple[nn.Module, CodeType, Mapping[str, Any]]] = []
-    traceback = error.__traceback__
-    while traceback is not None:
-        frame = traceback.tb_frame
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            modules.append((owner, frame.f_code, frame.f_locals))
-        traceback = traceback.tb_next
-    if not modules or not type(modules[-1][0]).__module__.startswith("torch."):
+    methods = [
+        one for one, _ in walk_tb(error.__traceback__) if isinstance(one.f_locals.get("self"), nn.Module)
+    ]
+    if not methods:
         return None
-    part, code, values = modules[-1]
+    outermost, part = (one.f_locals["self"] for one in (methods[0], methods[-1]))
+    code, values = methods[-1].f_code, methods[-1].f_locals
     arguments = [values.get(name) for name in code.co_varnames[1 : code.co_argcount]]
     given = next((one for one in arguments if isinstance(one, Tensor)), None)
-    path = next((path for path, one in modules[0][0].named_modules() if one is part), "")
-    return None if given is None else (path, part, given)
+    path = next((path for path, one in outermost.named_modules() if one is part), "")
+    return None if given is None or not type(part).__module__.startswith("torch.") else (path, part, given)
 
 
 def _values(site: Site | None) -> Iterator[tuple[str, Any]]:
@@ -351,20 +318,16 @@ def _values(site: Site | None) -> Iterator[tuple[str, Any]]:
     if site is None:
         return
     node = site.node
-    while (
-        not isinstance(node, ast.stmt) and site.up(node) is not None and isinstance(site.up(node), ast.Call)
-    ):
+    while not isinstance(node, ast.stmt) and isinstance(site.up(node), ast.Call):
         node = site.up(node)
-    seen: set[ast.AST] = set()
+    inside: set[ast.AST] = set()  # what has been shown, or the part of it
     for one in ast.walk(node):
-        if one in seen:
-            seen.update(ast.iter_child_nodes(one))
-            continue
-        if isinstance(one, ast.Name | ast.Attribute | ast.Subscript):
-            value = site.value(one)
-            if isinstance(value, Tensor | tuple | list):
-                seen.update(ast.iter_child_nodes(one))
-                yield text_of(one), value
+        named = isinstance(one, ast.Name | ast.Attribute | ast.Subscript)
+        value = site.value(one) if named and one not in inside else None
+        if one in inside or isinstance(value, Tensor | tuple | list):
+            inside.update(ast.iter_child_nodes(one))
+        if isinstance(value, Tensor | tuple | list):
+            yield text_of(one), value
 
 
 def takes(function: Callable[..., Any], name: str) -> str:

@@ -14,7 +14,7 @@ import inspect
 import itertools
 import linecache
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, ModuleType
 from typing import Any
@@ -54,11 +54,22 @@ def sync_spelling(frame: FrameType, lasti: int | None = None, axes: Axes = None)
     site = Site.of(frame, frame.f_lasti if lasti is None else lasti, axes)
     if site is None:
         return "a tensor's value", GENERIC
-    for classify in (_truth, _formatting, _call, _subscript, _containment, _arithmetic):
-        answer = classify(site)
-        if answer is not None:
-            return answer
-    return f"`{text_of(site.node)}`", GENERIC
+    answer = _truth(site) or _formatting(site)
+    if answer is not None:
+        return answer
+    fix: str | None = None
+    match site.node:
+        case ast.Call():
+            fix = _call(site, site.node)
+        case ast.Subscript():
+            fix = _subscript(site, site.node)
+        case ast.Compare(ops=[ast.In() | ast.NotIn(), *_]):
+            fix = f"write `{_contained(site.node)}`, a tensor, and select with `torch.where`"
+        case ast.BinOp(left=left, right=right):
+            array = left if isinstance(site.value(right), torch.Tensor) else right
+            drawn = any(_draws(site.value(part)) for part in ast.walk(array))
+            fix = (DRAWN_ARRAY if drawn else ARRAY).replace("ARRAY", text_of(array))
+    return f"`{text_of(site.node)}`", fix or GENERIC
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +104,15 @@ class Site:
     def up(self, node: ast.AST) -> Any:
         return self.parents.get(node)
 
-    def statement(self) -> Any:
+    def around(self) -> Iterator[Any]:
+        """Yield the node, and what it is a part of, outwards."""
         node = self.node
-        while node is not None and not isinstance(node, ast.stmt):
+        while node is not None:
+            yield node
             node = self.up(node)
-        return node
+
+    def statement(self) -> Any:
+        return next((node for node in self.around() if isinstance(node, ast.stmt)), None)
 
     def value(self, node: ast.AST) -> Any:
         """Look up a name, or its attributes and constant keys, without running any user code."""
@@ -209,28 +224,24 @@ def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
-def _call(site: Site) -> tuple[str, str] | None:
-    node = site.node
-    if not isinstance(node, ast.Call):
-        return None
-    what, args = f"`{text_of(node)}`", list(node.args)
+def _call(site: Site, node: ast.Call) -> str | None:
+    args, template = list(node.args), None
     match node.func:
         case ast.Name(name) if name in ("max", "min") and args:
-            return what, _extremum(site, name, args)
+            return _extremum(site, name, args)
         case ast.Name(name):
             template = BUILTINS.get(name) or FUNCTIONS.get(name)
-        case ast.Attribute(value=ast.Name("math"), attr=name):
-            kept = f"write `torch.{name}({', '.join(map(text_of, args))})`"
-            return what, kept if hasattr(torch, name) else f"use the torch op for `math.{name}`; {OR_OUTSIDE}"
-        case ast.Attribute(value=owner, attr="format") if _is_text(owner):
-            name, template = "format", LOG
         case ast.Attribute(value=owner, attr=name):
             module = site.value(owner)
-            if not isinstance(module, ModuleType):
+            template = LOG if name == "format" and _is_text(owner) else FUNCTIONS.get(name)
+            by_number = isinstance(owner, ast.Name) and owner.id == "math"
+            if by_number or (template is None and module is sys.modules.get("numpy")):
+                if hasattr(torch, name):
+                    return f"write `torch.{name}({', '.join(map(text_of, args))})`"
+            if by_number:
+                return f"use the torch op for `math.{name}`; {OR_OUTSIDE}"
+            if not isinstance(module, ModuleType) and not _is_text(owner):
                 args.insert(0, owner)
-            template = FUNCTIONS.get(name)
-            if template is None and module is sys.modules.get("numpy") and hasattr(torch, name):
-                return what, f"write `torch.{name}({', '.join(map(text_of, args))})`"
         case _:
             return None
     args += [keyword.value for keyword in node.keywords]
@@ -238,7 +249,7 @@ def _call(site: Site) -> tuple[str, str] | None:
         args = [arg for arg in args if not isinstance(arg, ast.Constant)] or args
         args.sort(key=lambda arg: not isinstance(site.value(arg), torch.Tensor))
     if template is None or not args:
-        return what, f"that call needs a Python number: {GENERIC}"
+        return f"that call needs a Python number: {GENERIC}"
     if is_mask(args[0], site.value, guessed=False):
         template = template.replace("{x} != 0", "{x}")
     if isinstance(args[0], ast.List | ast.Tuple) and "itself" in template:
@@ -246,9 +257,9 @@ def _call(site: Site) -> tuple[str, str] | None:
         parts = [
             f"torch.tensor({text_of(e)})" if isinstance(e, numbers) else text_of(e) for e in args[0].elts
         ]
-        return what, f"write `torch.stack([{', '.join(parts)}])`"
+        return f"write `torch.stack([{', '.join(parts)}])`"
     x, y = operand(args[0]), operand(args[1]) if len(args) > 1 else "value"
-    return what, template.format(x=x, y=y, name=name, args=", ".join(map(text_of, args)))
+    return template.format(x=x, y=y, name=name, args=", ".join(map(text_of, args)))
 
 
 def _extremum(site: Site, name: str, args: Sequence[ast.expr]) -> str:
@@ -266,26 +277,11 @@ def _extremum(site: Site, name: str, args: Sequence[ast.expr]) -> str:
     return f"write `{fold(f'torch.{name}imum', [text_of(arg) for arg in args])}`"
 
 
-def _containment(site: Site) -> tuple[str, str] | None:
-    node = site.node
-    if not (isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn)):
-        return None
+def _contained(node: ast.Compare) -> str:
     item, container = node.left, node.comparators[0]
-    found = f"({text_of(ast.Compare(container, [ast.Eq()], [item]))}).any()"
-    if isinstance(container, ast.List | ast.Tuple | ast.Set):
-        found = fold(
-            "torch.logical_or", [text_of(ast.Compare(item, [ast.Eq()], [one])) for one in container.elts]
-        )
-    return f"`{text_of(node)}`", f"write `{found}`, a tensor, and select with `torch.where`"
-
-
-def _arithmetic(site: Site) -> tuple[str, str] | None:
-    node = site.node
-    if not isinstance(node, ast.BinOp):
-        return None
-    array = node.left if isinstance(site.value(node.right), torch.Tensor) else node.right
-    advice = DRAWN_ARRAY if any(_draws(site.value(part)) for part in ast.walk(array)) else ARRAY
-    return f"`{text_of(node)}`", advice.replace("ARRAY", text_of(array))
+    if not isinstance(container, ast.List | ast.Tuple | ast.Set):
+        return f"({text_of(ast.Compare(container, [ast.Eq()], [item]))}).any()"
+    return fold("torch.logical_or", [text_of(ast.Compare(item, [ast.Eq()], [one])) for one in container.elts])
 
 
 def _draws(value: Any) -> bool:
@@ -293,20 +289,22 @@ def _draws(value: Any) -> bool:
     return of.startswith("numpy.random")  # the module, or one of its generators
 
 
-def _subscript(site: Site) -> tuple[str, str] | None:
-    node = site.node
-    if not isinstance(node, ast.Subscript):
-        return None
-    stacked = isinstance(site.value(node.value), list | tuple) or isinstance(node.value, ast.List | ast.Tuple)
+def _subscript(site: Site, node: ast.Subscript) -> str:
+    table = site.value(node.value)
+    if _is_table(table):
+        if isinstance(node.value, ast.Attribute) and isinstance(
+            site.value(node.value.value), torch.nn.Module
+        ):
+            return BUFFER.format(name=node.value.attr)
+        return TABLE.format(x=text_of(node.value))
+    stacked = isinstance(table, list | tuple) or isinstance(node.value, ast.List | ast.Tuple)
     base = f"torch.stack({text_of(node.value)})" if stacked else operand(node.value)
     indices = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
-    if _is_table(site.value(node.value)):
-        return f"`{text_of(node)}`", _as_tensor_there(site, node.value)
     for kind, fix in _INDEX_FIXES:
         dim = next((dim for dim, index in enumerate(indices) if kind(site, index)), None)
         if dim is not None:
-            return f"`{text_of(node)}`", fix(site, base, indices, dim)
-    return f"`{text_of(node)}`", INDEX
+            return fix(site, base, indices, dim)
+    return INDEX
 
 
 def _is_table(value: Any) -> bool:
@@ -314,13 +312,6 @@ def _is_table(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return bool(value) and all(isinstance(one, int | float) for one in value)
     return type(value).__module__ == "numpy"
-
-
-def _as_tensor_there(site: Site, table: ast.expr) -> str:
-    owner = site.value(table.value) if isinstance(table, ast.Attribute) else None
-    if isinstance(table, ast.Attribute) and isinstance(owner, torch.nn.Module):
-        return BUFFER.format(name=table.attr)
-    return TABLE.format(x=text_of(table))
 
 
 def _is_window(site: Site, index: ast.AST) -> bool:

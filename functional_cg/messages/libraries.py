@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from types import FrameType
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from .advice import SHOWS
 from .code_reading import Site, sync_spelling, text_of
 from .expressions import Axes
-from .source import is_installed, own_frame
+from .source import frames, is_installed, own_frame
 
 __all__ = ["copy_fix", "in_place_fix", "keyed_fix", "sync_fix"]
 
@@ -46,12 +47,16 @@ def sync_fix(
     owner = frame.f_locals.get("self")
     if isinstance(owner, torch.nn.Module):
         switch = hasattr(getattr(owner, "config", None), "_experts_implementation")
-        if remedy := _LEFT_OUT if drawn else switch and type(owner).__name__.endswith("Experts") and _EXPERTS:
-            return what, f"the line belongs to `{_named(frame)[0]}`: {remedy}"
-        if remedy := _configured(frame):
-            return what, f"the line belongs to `{_named(frame)[0]}`: {remedy}; or, {_override(frame, fix)}"
-    asked = _asked_to_show(own or own_frame(frame))
-    return asked or (what, in_place_fix(frame, fix, own))
+        remedy = (
+            _LEFT_OUT if drawn else _EXPERTS if switch and type(owner).__name__.endswith("Experts") else ""
+        )
+        if not remedy and (setting := _configured(frame)):
+            remedy = f"{setting}; or, {_override(frame, fix)}"
+        if remedy:
+            return what, f"{_belongs(frame)}: {remedy}"
+    outer = own or own_frame(frame)  # which may show a tensor, by whichever library
+    shown = sync_spelling(outer) if outer is not None else ("", "")
+    return shown if SHOWS in shown[1] else (what, in_place_fix(frame, fix, own))
 
 
 def in_place_fix(frame: FrameType, fix: str, own: FrameType | None = None) -> str:
@@ -62,21 +67,25 @@ def in_place_fix(frame: FrameType, fix: str, own: FrameType | None = None) -> st
       fix: What to do in the line.
       own: As for :func:`sync_fix`.
     """
-    call = _call(frame, own)
+    call, there = _call(frame, own), _override(frame, fix)
     if call is None:
         return fix
-    library, there = _named(frame)[0], _override(frame, fix)
     if isinstance(frame.f_locals.get("self"), torch.nn.Module):  # what it returns is to be differentiated
-        return f"the line belongs to `{library}`: {there}"
+        return f"{_belongs(frame)}: {there}"
     outside = f"call `{text_of(call)}` outside of the step and pass what it returns as an input"
-    return f"the line belongs to `{library}`: {outside}; or, {there}"
+    return f"{_belongs(frame)}: {outside}; or, {there}"
 
 
 def _override(frame: FrameType, fix: str) -> str:
-    owner = _named(frame)[1]
-    if "self" in frame.f_locals:
-        return f"in a class of your own that inherits from `{owner.partition('.')[0]}`, override `{owner}`: {fix}"
-    return f"in a function of your own in place of `{owner}`: {fix}"
+    name, owner = frame.f_code.co_name, type(frame.f_locals.get("self")).__name__
+    if "self" not in frame.f_locals:
+        return f"in a function of your own in place of `{name}`: {fix}"
+    return f"in a class of your own that inherits from `{owner}`, override `{owner}.{name}`: {fix}"
+
+
+def _belongs(frame: FrameType) -> str:
+    library = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return f"the line belongs to `{library}`"
 
 
 def _guessed(frame: FrameType) -> str:
@@ -85,32 +94,26 @@ def _guessed(frame: FrameType) -> str:
     Args:
       frame: The user's frame, outside of torch's.
     """
-    inner: FrameType | None = sys._getframe(1)
-    looks, names = False, list[str]()
-    while inner is not None and inner is not frame:
-        if inner.f_globals.get("__name__", "").startswith("torch.nn."):
-            takes = inner.f_code.co_varnames[: inner.f_code.co_argcount]
-            unsaid = [name for name in takes if name.endswith("is_causal") and inner.f_locals[name] is None]
-            looks = looks or "is_causal" in unsaid
-            names = unsaid or names
-        inner = inner.f_back
-    given = " and ".join(f"`{name}=False`" for name in names if looks)
-    return given and f"pass {given} beside the mask, which then is used as it is, causal or not"
+    inner = takewhile(lambda one: one is not frame, frames(sys._getframe(1)))
+    modules = [one for one in inner if one.f_globals.get("__name__", "").startswith("torch.nn.")]
+    takes = ((one, one.f_code.co_varnames[: one.f_code.co_argcount]) for one in modules)
+    unsaid = [
+        [name for name in names if name.endswith("is_causal") and one.f_locals[name] is None]
+        for one, names in takes
+    ]
+    if not any("is_causal" in names for names in unsaid):
+        return ""
+    given = " and ".join(f"`{name}=False`" for name in list(filter(None, unsaid))[-1])
+    return f"pass {given} beside the mask, which then is used as it is, causal or not"
 
 
 def _configured(frame: FrameType) -> str:
     """Return how to get past a line that a setting of the module's configuration leads to; "" if none does."""
     site = Site.of(frame, frame.f_lasti)
-    if site is None:
-        return ""
-    node = site.node
-    while (node := site.up(node)) is not None:
-        if not isinstance(node, ast.If):
-            continue
-        for setting in ast.walk(node.test):
+    for node in site.around() if site is not None else ():
+        for setting in ast.walk(node.test) if isinstance(node, ast.If) else ():
             if isinstance(setting, ast.Attribute) and text_of(setting.value) == "self.config":
-                others = [repr(value) for value in _alternatives(node, text_of(setting))]
-                if others:
+                if others := list(map(repr, _alternatives(node, text_of(setting)))):
                     return (
                         f"it runs since `{text_of(node.test)}`; before `from_module`, set "
                         f"`model.config.{setting.attr}` to {' or '.join(others)}"
@@ -118,56 +121,35 @@ def _configured(frame: FrameType) -> str:
     return ""
 
 
-def _alternatives(node: ast.If, setting: str) -> list[Any]:
-    """Return the constants with which the branches behind an ``if`` compare a setting."""
-    found: list[Any] = []
-    rest = node.orelse
-    while len(rest) == 1 and isinstance(rest[0], ast.If):
-        match rest[0].test:
-            case ast.Compare(left=left, ops=[ast.Eq()], comparators=[ast.Constant(value)]) if (
-                text_of(left) == setting
-            ):
-                found.append(value)
-        rest = rest[0].orelse
-    return found
+def _alternatives(node: ast.If, setting: str) -> Iterator[Any]:
+    """Yield the constants with which the branches behind an ``if`` compare a setting."""
+    match node.orelse:
+        case [ast.If(test=test) as other]:
+            match test:
+                case ast.Compare(left, [ast.Eq()], [ast.Constant(value)]) if text_of(left) == setting:
+                    yield value
+            yield from _alternatives(other, setting)
 
 
 def keyed_fix(frame: FrameType | None) -> str:
     """Return the fix for a library's function that draws by torch's generator; "" for the user's own line."""
-    call = None if frame is None else _call(frame, None)
-    if call is None:
+    if frame is None or (call := _call(frame)) is None:
         return ""
     args = ", ".join(["key", *(text_of(one) for one in call.args)])
     return (
-        f"the line belongs to `{_named(frame)[0]}`: give its draws a key, `key = fcg.random.fold_in(state.key, "
-        f"state.step)`, then `fcg.random.keyed({text_of(call.func)})({args})`."
+        f"{_belongs(frame)}: give its draws a key, `key = fcg.random.fold_in(state.key, state.step)`, then "
+        f"`fcg.random.keyed({text_of(call.func)})({args})`."
     )
 
 
 def copy_fix(frame: FrameType | None, owner: str) -> str:
     """Return the fix for a library's function that writes into what it is given; "" for the user's own line."""
-    call = None if frame is None else _call(frame, None)
-    if call is None:
+    if frame is None or (call := _call(frame)) is None:
         return ""
-    return f"the line belongs to `{_named(frame)[0]}`: in `{text_of(call)}`, pass a copy, `{owner}.clone()`."
+    return f"{_belongs(frame)}: in `{text_of(call)}`, pass a copy, `{owner}.clone()`."
 
 
-def _asked_to_show(own: FrameType | None) -> tuple[str, str] | None:
-    """Return how the user's own line shows a tensor, whichever library it shows it by; None if it does not."""
-    if own is None:
-        return None
-    what, fix = sync_spelling(own)
-    return (what, fix) if SHOWS in fix else None
-
-
-def _named(frame: FrameType | None) -> tuple[str, str]:
-    assert frame is not None
-    name, owner = frame.f_code.co_name, frame.f_locals.get("self")
-    library = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return library, name if owner is None else f"{type(owner).__name__}.{name}"
-
-
-def _call(frame: FrameType, own: FrameType | None) -> ast.Call | None:
+def _call(frame: FrameType, own: FrameType | None = None) -> ast.Call | None:
     """Return the user's own call that led to a library's line; None if the line is the user's, or nothing is known."""
     if not is_installed(frame.f_code.co_filename):
         return None

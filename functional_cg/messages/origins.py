@@ -15,7 +15,7 @@ from itertools import takewhile
 import torch
 
 from ..ambient.own_work import OwnWork
-from .source import Location, Locator
+from .source import Location, locate
 
 __all__ = ["Origin", "Origins"]
 
@@ -58,14 +58,14 @@ class Origins:
     """
 
     def __init__(self, work: OwnWork) -> None:
-        self._work, self._locator = work, Locator()
+        self._work = work
         self._numbers: list[int] = []
         self._last = _next_number()
         self._origins: list[Origin] = []
 
     def line(self) -> Location | None:
         """Return the innermost line of user code that is running."""
-        return self._locator.locate()
+        return locate()
 
     def here(self, line: Location | None) -> Origin:
         """Return the origin of the call that is dispatched now, below autograd, from its :meth:`line`."""
@@ -75,7 +75,7 @@ class Origins:
         else:
             made_for = self._of(node._sequence_nr())
             # A line only if code of the user runs inside of the backward: recomputed, a hook, an `autograd.Function`.
-            inside = self._locator.locate(until=_ENGINE)
+            inside = locate(until=_ENGINE)
             origin = Origin(module or made_for.module, inside or made_for.line, forward=True)
         if not self._numbers or number > self._last:
             self._numbers.append(number)

@@ -13,7 +13,7 @@ import itertools
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType, TracebackType
 
@@ -21,12 +21,12 @@ from .code_reading import sync_spelling
 
 __all__ = [
     "Location",
-    "Locator",
     "at_here",
     "frames",
     "here",
     "is_installed",
     "is_user_file",
+    "locate",
     "own_frame",
     "place_of",
     "raised_in",
@@ -41,17 +41,14 @@ def _folder(package: str) -> list[str]:
     return [os.path.dirname(spec.origin) + os.sep] if spec is not None and spec.origin else []
 
 
-def _standard_library() -> list[str]:
-    paths = sysconfig.get_paths()
-    return [os.path.join(paths[name], "") for name in ("stdlib", "platstdlib") if paths.get(name)]
-
-
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PROGRAMS = tuple(os.path.join(_HERE, name, "") for name in ("examples", "testing"))
 _GENERATED = ("<frozen ", "<eval_with_key>", "<functional_cg", "<__array_function__")
 _NO_FUNCTIONS = frozenset({"<locals>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
 _LIBRARIES = (_HERE, *itertools.chain(*map(_folder, ("torch", "einops", "numpy"))), *_GENERATED)
-_STANDARD = tuple(_standard_library())
+_STANDARD = tuple(
+    os.path.join(path, "") for name in ("stdlib", "platstdlib") if (path := sysconfig.get_path(name))
+)
 # Python installs packages inside a folder that it calls the standard library's, with a virtual environment and without.
 _INSTALLED = tuple(path + name for path in _STANDARD for name in ("site-packages", "dist-packages"))
 
@@ -107,24 +104,22 @@ def user_frame(frame: FrameType | None = None, until: CodeType | None = None) ->
 
 def own_frame(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame of the user's own code, from `frame` outwards; None if there is none."""
-    return next((one for one in frames(frame) if _is_own(one.f_code.co_filename)), None)
+    names = ((one, one.f_code.co_filename) for one in frames(frame))
+    return next((one for one, name in names if is_user_file(name) and not is_installed(name)), None)
 
 
 def raised_in(error: BaseException) -> list[TracebackType]:
     """Return the entries of user code in the traceback of an error, the innermost last."""
-    found: list[TracebackType] = []
-    traceback = error.__traceback__
+    entries = [(one, one.tb_frame.f_code.co_filename) for one in _entries(error.__traceback__)]
+    of_users = [(one, name) for one, name in entries if is_user_file(name)]
+    # What is generated for the user's code, such as the methods of a dataclass, is not the user's, too.
+    return [one for place, (one, name) in enumerate(of_users) if not place or name != "<string>"]
+
+
+def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
     while traceback is not None:
-        name = traceback.tb_frame.f_code.co_filename
-        # What is generated for the user's code, such as the methods of a dataclass, is not the user's, too.
-        if is_user_file(name) and not (found and name == "<string>"):
-            found.append(traceback)
+        yield traceback
         traceback = traceback.tb_next
-    return found
-
-
-def _is_own(filename: str) -> bool:
-    return is_user_file(filename) and not is_installed(filename)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +136,22 @@ class Location:
         return f"{_cell(self.filename) or name}:{self.line}"
 
 
-def place_of(code: CodeType, line: int, own: tuple[CodeType, int] | None) -> str:
-    """Return a line as ``train.py:33``; one of an installed library with the user's own line that led to it."""
-    place = str(Location(code.co_filename, line, code.co_name))
-    if own is None or own[0] is code or not is_installed(code.co_filename):
-        return place
-    return f"{place}, called at {Location(own[0].co_filename, own[1], own[0].co_name)}"
+def place_of(lines: Iterable[tuple[CodeType, int]]) -> str:
+    """Return the first line of user code as ``train.py:33``; "" if there is none.
+
+    One of an installed library has the user's own line with it.
+
+    Args:
+      lines: Pairs of code and line, from the innermost outwards.
+    """
+    of_users = (
+        Location(code.co_filename, line, "") for code, line in lines if is_user_file(code.co_filename)
+    )
+    place = next(of_users, None)
+    if place is None or not is_installed(place.filename):
+        return str(place or "")
+    own = next((one for one in of_users if not is_installed(one.filename)), None)
+    return str(place) if own is None else f"{place}, called at {own}"
 
 
 def _function(code: CodeType) -> str:
@@ -157,11 +162,7 @@ def _function(code: CodeType) -> str:
 
 def here() -> str:
     """Return the user's line, ``train.py:33``; empty if there is none."""
-    frame = user_frame()
-    if frame is None:
-        return ""
-    own = own_frame(frame)
-    return place_of(frame.f_code, frame.f_lineno, own and (own.f_code, own.f_lineno))
+    return place_of((one.f_code, one.f_lineno) for one in frames(sys._getframe(1)))
 
 
 def at_here() -> str:
@@ -178,20 +179,9 @@ def _cell(filename: str) -> str | None:
     return named[1] if named else None
 
 
-class Locator:
-    """Finds the line of user code for each op of a trace; caches what it learns about lines."""
-
-    __slots__ = ("_lines",)
-
-    def __init__(self) -> None:
-        self._lines: dict[tuple[str, CodeType, int], Location] = {}
-
-    def locate(self, frame: FrameType | None = None, until: CodeType | None = None) -> Location | None:
-        """Return the line of the innermost user frame; arguments as for :func:`user_frame`."""
-        found = user_frame(sys._getframe(1) if frame is None else frame, until)
-        if found is None:
-            return None
-        key = (found.f_code.co_filename, found.f_code, found.f_lasti)  # equal code may be in two files
-        if key not in self._lines:
-            self._lines[key] = Location(key[0], found.f_lineno, _function(found.f_code))
-        return self._lines[key]
+def locate(frame: FrameType | None = None, until: CodeType | None = None) -> Location | None:
+    """Return the line of the innermost user frame; arguments as for :func:`user_frame`."""
+    found = user_frame(sys._getframe(1) if frame is None else frame, until)
+    if found is None:
+        return None
+    return Location(found.f_code.co_filename, found.f_lineno, _function(found.f_code))

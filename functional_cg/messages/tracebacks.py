@@ -82,21 +82,16 @@ def _of_user(error: BaseException) -> TracebackType | None:
     return shown
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def _chain(error: BaseException | None, seen: set[int] | None = None) -> Iterator[BaseException]:
     """Yield an error and those that Python would show before it; leave out what torch caught on its way."""
-    seen, left = set[int](), [error]
-    while left:
-        one = left.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        yield one
-        if isinstance(one, BaseExceptionGroup):
-            left += one.exceptions
-        if one.__cause__ is not None:
-            left.append(one.__cause__)
-        elif one.__context__ is not None and not one.__suppress_context__:
-            if _of_user(one.__context__) is None:
-                one.__suppress_context__ = True
-            else:
-                left.append(one.__context__)
+    seen = set() if seen is None else seen
+    if error is None or id(error) in seen:
+        return
+    seen.add(id(error))
+    yield error
+    for one in error.exceptions if isinstance(error, BaseExceptionGroup) else ():
+        yield from _chain(one, seen)
+    if error.__context__ is not None and error.__cause__ is None and _of_user(error.__context__) is None:
+        error.__suppress_context__ = True
+    behind = None if error.__suppress_context__ else error.__context__
+    yield from _chain(behind if error.__cause__ is None else error.__cause__, seen)

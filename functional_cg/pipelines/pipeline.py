@@ -299,7 +299,7 @@ def _layout_of(leaf: Tensor) -> Layout:
     if not isinstance(leaf, Sharded):
         return tuple(leaf.shape), leaf.stride(), leaf.dtype
     placement = leaf.placement
-    dtype = (placement.reading.param_dtype if placement.reading is not None else None) or leaf.dtype
+    dtype = placement.reading.param_dtype or leaf.dtype
     stride = contiguous_strides(placement.shape) if placement.partial else leaf.local.stride()
     return placement.shape, stride, dtype
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import ImplicitRandomnessError
 from ..messages.libraries import in_place_fix
-from ..messages.source import is_user_file, own_frame, place_of, user_frame
+from ..messages.source import frames, is_user_file, place_of, user_frame
 
 __all__ = ["HostRandomness"]
 
@@ -98,9 +98,8 @@ class HostRandomness:
             with _disable_current_modes(), torch._C.DisableTorchFunction():  # a trace is running
                 moved = not found and self.moved()
             if frame is not None and moved:
-                own = own_frame(frame)
-                of_own = own and (own.f_code, line if own is frame else own.f_lineno)
-                found.append((place_of(frame.f_code, line, of_own), in_place_fix(frame, _FIX)))
+                outer = ((one.f_code, one.f_lineno) for one in frames(frame.f_back))
+                found.append((place_of([(frame.f_code, line), *outer]), in_place_fix(frame, _FIX)))
 
         def called(frame: FrameType, event: str, arg: object) -> Any:
             if found or not is_user_file(frame.f_code.co_filename):

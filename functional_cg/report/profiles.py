@@ -9,10 +9,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from ..messages.html import colors
-from ..step.profile.phases import PHASES
-from ..step.profile.result import Profile
-from ..step.profile.rows import ProfileRow
-from ..step.profile.tables import clipped, short, shortened
+from ..step.profile.result import PHASES, Profile, ProfileRow, title
+from ..step.report import shortened
 
 __all__ = ["profile"]
 
@@ -20,6 +18,7 @@ _HATCHES = ("", "///", "...")
 _KINDS = ("results of calls", "state, inputs, constants")
 _Parts = Mapping[str, Sequence[float]]
 _MIB = 2**20
+_SOURCE = 32  # characters of a line of code
 
 
 def profile(
@@ -60,23 +59,22 @@ def profile(
         return _memory(profile, every, by, rows, ax)
     found = shortened(every, rows)
     parts: _Parts = {phase: [1e3 * getattr(row, f"{phase}_s") for row in found] for phase in PHASES}
-    title = f"{profile.function} on {profile.device}: {1e3 * profile.call_s:,.3g} ms a call"
+    said = f"{profile.function} on {profile.device}: {1e3 * profile.call_s:,.3g} ms a call"
     if profile.compiled and not profile.kernels:
-        title += f", {1e3 * profile.seconds:,.3g} ms not compiled"
-    return _draw(_labels(found), parts, "ms", f"{title}, by {by}", ax)
+        said += f", {1e3 * profile.seconds:,.3g} ms not compiled"
+    return _draw([title(row, _SOURCE) for row in found], parts, "ms", f"{said}, by {by}", ax)
 
 
 def _memory(profile: Profile, rows: Sequence[ProfileRow], by: str, most: int, ax: Axes | None) -> Axes:
-    made = [row for row in rows if row.nbytes]
-    bars = [(name, (row.nbytes, 0)) for name, row in zip(_labels(made), made, strict=True)]
+    bars = [(title(row, _SOURCE), (row.nbytes, 0)) for row in rows if row.nbytes]
     bars += [(name, (0, nbytes)) for name, nbytes in profile.resident.items()]
     bars.sort(key=lambda bar: sum(bar[1]), reverse=True)
     if len(bars) > most + 1:
         results, fixed = (sum(sizes[place] for _, sizes in bars[most:]) for place in (0, 1))
         bars[most:] = [(f"… and {len(bars) - most:,} more", (results, fixed))]
     parts: _Parts = {kind: [sizes[place] / _MIB for _, sizes in bars] for place, kind in enumerate(_KINDS)}
-    title = f"{profile.function}: {profile.nbytes / _MIB:,.4g} MiB at the peak, by {by}"
-    return _draw([name for name, _ in bars], parts, "MiB", title, ax)
+    said = f"{profile.function}: {profile.nbytes / _MIB:,.4g} MiB at the peak, by {by}"
+    return _draw([name for name, _ in bars], parts, "MiB", said, ax)
 
 
 def _draw(names: Sequence[str], parts: _Parts, unit: str, title: str, ax: Axes | None) -> Axes:
@@ -105,10 +103,6 @@ def _draw(names: Sequence[str], parts: _Parts, unit: str, title: str, ax: Axes |
         fontsize=8,
     )
     return ax
-
-
-def _labels(rows: Sequence[ProfileRow]) -> list[str]:
-    return [f"{short(row.name)}  {clipped(row.source, 32)}".rstrip() for row in rows]
 
 
 def _refuse(profile: object, what: object, by: object, rows: object) -> None:

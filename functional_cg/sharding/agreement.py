@@ -38,7 +38,7 @@ class Ranks:
       attempts: Number of times that this meeting was given up.
       last: Keys of the previous meeting that are still in the store.
       lost: Whether a connection to another rank is known to be broken.
-      groups: For each rank, the number of the group that does the same as it; empty if all ranks do the same.
+      groups: For each rank, the number of the group that does the same as it.
     """
 
     store: Any
@@ -62,7 +62,7 @@ class Ranks:
         number = store.add(
             f"functional_cg/meshes of rank {rank}", 1
         )  # equal on ranks that make the same calls
-        return cls(PrefixStore(f"functional_cg/{number}", store), rank, size, timeout)
+        return cls(PrefixStore(f"functional_cg/{number}", store), rank, size, timeout, groups=(0,) * size)
 
     def own_store(self) -> Any:
         """Return the store by a connection for another thread: one is busy for as long as somebody waits on it."""
@@ -75,8 +75,8 @@ class Ranks:
 
     def beside(self, said: Sequence[str]) -> list[str]:
         """Return what the ranks of this rank's group have said."""
-        groups = self.groups or (0,) * self.size
-        return [text for text, group in zip(said, groups, strict=True) if group == groups[self.rank]]
+        own = self.groups[self.rank]
+        return [text for text, group in zip(said, self.groups, strict=True) if group == own]
 
     def agree(self, function: str, what: str) -> None:
         """Wait for all ranks, and raise on all of them unless those of a group are about to do the same.
@@ -88,8 +88,7 @@ class Ranks:
           RankError: Naming the ranks that are missing or differ.
         """
         said = self.shared(function, what)
-        groups = self.groups or (0,) * self.size
-        first = [groups.index(group) for group in groups]
+        first = [self.groups.index(group) for group in self.groups]
         others = [rank for rank in range(self.size) if said[rank] != said[first[rank]]]
         if others:
             differ, one = f"{_ranks(others)} differ{'s' * (len(others) == 1)}", first[others[0]]

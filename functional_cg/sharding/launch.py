@@ -87,7 +87,7 @@ def mesh(
     return found
 
 
-def check_mesh(value: Any, function: str) -> None:
+def check_mesh(value: Any, function: str, axes: str = '{"data": -1}') -> None:
     """Refuse what is no mesh of this package.
 
     Raises:
@@ -96,7 +96,7 @@ def check_mesh(value: Any, function: str) -> None:
     if not isinstance(value, Mesh):
         raise TypeError(
             f"sharding.{function}: mesh must be made with `fcg.sharding.mesh(...)`, got {type(value).__name__}.\n"
-            'To fix: `mesh = fcg.sharding.mesh({"data": -1})`.'
+            f"To fix: `mesh = fcg.sharding.mesh({axes})`."
         )
 
 

@@ -13,6 +13,7 @@ from ..pipelines.schedules import edges_of, text_of
 from ..pipelines.torch_tables import TORCH_NAMES, load
 from ..shards.mesh import Axis, Mesh
 from ..shards.peers import together
+from .launch import check_mesh
 
 __all__ = ["pipeline", "refuse_moving_memory"]
 
@@ -55,11 +56,7 @@ def pipeline(
       >>> pipe.value_and_grad(loss_fn)(params, torch.ones(4))
       (tensor(6.), {'w': tensor(3.), 'v': tensor(2.)})
     """
-    if not isinstance(mesh, Mesh):
-        raise TypeError(
-            f"sharding.pipeline: mesh must be made with `fcg.sharding.mesh(...)`, got {type(mesh).__name__}.\n"
-            'To fix: `mesh = fcg.sharding.mesh({"stage": 2, "data": -1})`.'
-        )
+    check_mesh(mesh, "pipeline", '{"stage": 2, "data": -1}')
     if type(microbatches) is not int or microbatches < 1:
         raise TypeError(f"sharding.pipeline: microbatches must be a positive integer, got {microbatches!r}")
     names = [one.name for one in mesh.axes]

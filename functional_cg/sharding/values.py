@@ -171,10 +171,10 @@ def gather(tree: T, *, masters: bool = False) -> T:
 
 
 def _in_own_dtype(leaf: Any) -> Any:
-    reading = leaf.placement.reading if isinstance(leaf, Sharded) else None
-    if reading is None:
+    if not isinstance(leaf, Sharded):
         return leaf
-    return Sharded(leaf.local, replace(leaf.placement, reading=replace(reading, param_dtype=None)))
+    reading = replace(leaf.placement.reading, param_dtype=None)
+    return Sharded(leaf.local, replace(leaf.placement, reading=reading))
 
 
 def local(leaf: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ class Placement:
       mesh: The ranks.
       shape: Logical shape, the same on all ranks.
       sharded: Whether the ranks that hold it hold a shard each, rather than the whole leaf.
-      reading: How a loss reads it; None for a leaf that is not a parameter.
+      reading: How a loss reads it; the default for a leaf that is not a parameter.
       at_rest: Whether the leaf is outside a step, where an op must not start a collective, since one rank may run it
         alone.
       holders: The ranks of a pipeline that hold it; None if all do.
@@ -94,7 +94,7 @@ class Placement:
     mesh: Mesh
     shape: tuple[int, ...]
     sharded: bool
-    reading: Reading | None = field(default=None, compare=False)
+    reading: Reading = field(default=Reading(), compare=False)
     at_rest: bool = field(default=False, compare=False)
     holders: Holders | None = None
     stacked: bool = False

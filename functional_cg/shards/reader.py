@@ -120,11 +120,9 @@ def variable_of(leaf: Tensor) -> Tensor:
     """Return the tensor to differentiate with respect to: whole or shard, like the gradient this rank keeps."""
     if not isinstance(leaf, Sharded):
         return leaf
-    reading = leaf.placement.reading or Reading()
     placement = leaf.placement
-    if placement.sharded or reading.gradient == "whole":
-        return leaf.local
-    return placement.split.own(leaf.local)
+    whole = placement.sharded or placement.reading.gradient == "whole"
+    return leaf.local if whole else placement.split.own(leaf.local)
 
 
 class Source:
@@ -137,7 +135,7 @@ class Source:
 
     def __init__(self, leaf: Sharded, variable: Tensor) -> None:
         self.placement = leaf.placement
-        self.reading = leaf.placement.reading or Reading()
+        self.reading = leaf.placement.reading
         self.held = leaf.local.detach()
         self.variable = variable
 
@@ -328,8 +326,7 @@ def _gathering_again(leaves: Mapping[int, Sharded], treedef: Treedef, read: _Rea
 
 
 def _let_go_after_use(placement: Placement) -> bool:
-    gathers = placement.sharded or placement.holders is not None
-    return gathers and (placement.reading or Reading()).reshard
+    return placement.partial and placement.reading.reshard
 
 
 def gathered(leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -341,7 +338,7 @@ def gathered(leaves: Sequence[Tensor]) -> list[Tensor]:
 def all_of(leaf: Sharded) -> Tensor:
     """Gather one leaf by itself, immediately, in its own dtype and without gradients."""
     with torch.no_grad():
-        return whole(gathered([Sharded(leaf.local, replace(leaf.placement, reading=None))])[0])
+        return whole(gathered([Sharded(leaf.local, replace(leaf.placement, reading=Reading()))])[0])
 
 
 def _handed(leaves: Sequence[Tensor], variables: Sequence[Tensor], read: _Read) -> list[Tensor]:
@@ -363,6 +360,5 @@ def like_leaf(leaf: Tensor, grad: Tensor) -> Tensor:
     if not isinstance(leaf, Sharded):
         return grad
     old = leaf.placement
-    reading = old.reading or Reading()
-    split = old.sharded or reading.gradient == "shard"
-    return Sharded(grad, Placement(old.mesh, old.shape, split, reading, holders=old.holders))
+    split = old.sharded or old.reading.gradient == "shard"
+    return Sharded(grad, Placement(old.mesh, old.shape, split, old.reading, holders=old.holders))

@@ -44,10 +44,6 @@ def _sum(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tenso
     return _across(_elements(local, placement).sum(dtype=named.get("dtype")), placement)
 
 
-def _mean(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
-    return _sum(local, placement, named) / placement.numel
-
-
 def _extreme(local: Tensor, placement: Placement, op: Literal["max", "min"]) -> Tensor:
     """Return the largest or smallest value over the ranks; NaN if any rank has NaN, which collectives may ignore."""
     sign, floating = 1 if op == "max" else -1, local.is_floating_point()
@@ -61,24 +57,8 @@ def _extreme(local: Tensor, placement: Placement, op: Literal["max", "min"]) -> 
     return _largest(value, lambda both: _across(both, placement, op), sign)
 
 
-def _max(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
-    return _extreme(local, placement, "max")
-
-
-def _min(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
-    return _extreme(local, placement, "min")
-
-
-def _any(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
-    return _max((local != 0).to(torch.int32), placement, named) != 0
-
-
-def _all(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
-    return _min((local != 0).to(torch.int32), placement, named) != 0
-
-
-def _count(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
-    return _across((_elements(local, placement) != 0).sum(), placement)
+def _truth(local: Tensor, placement: Placement, op: Literal["max", "min"]) -> Tensor:
+    return _extreme((local != 0).to(torch.int32), placement, op) != 0
 
 
 def _norm(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
@@ -144,14 +124,14 @@ def _share(out: list[Tensor], held: Sequence[int], leaves: Sequence[tuple[Tensor
 REDUCTIONS: Mapping[str, Reduction] = MappingProxyType(
     {
         "aten::sum": _sum,
-        "aten::mean": _mean,
-        "aten::amax": _max,
-        "aten::amin": _min,
-        "aten::max": _max,
-        "aten::min": _min,
-        "aten::any": _any,
-        "aten::all": _all,
-        "aten::count_nonzero": _count,
+        "aten::mean": lambda local, placement, named: _sum(local, placement, named) / placement.numel,
+        "aten::amax": lambda local, placement, _: _extreme(local, placement, "max"),
+        "aten::amin": lambda local, placement, _: _extreme(local, placement, "min"),
+        "aten::max": lambda local, placement, _: _extreme(local, placement, "max"),
+        "aten::min": lambda local, placement, _: _extreme(local, placement, "min"),
+        "aten::any": lambda local, placement, _: _truth(local, placement, "max"),
+        "aten::all": lambda local, placement, _: _truth(local, placement, "min"),
+        "aten::count_nonzero": lambda local, placement, _: _sum(local != 0, placement, {}),
         "aten::linalg_vector_norm": _norm,
         "aten::norm": _norm,
     }

@@ -97,7 +97,7 @@ def sharding_fix(expected: Sequence[BufferSpec], leaves: Sequence[Any]) -> str:
         slot, shape = spec.placement, tuple(leaf.shape)
         if slot is None and shape == spec.shape:
             held = placed(leaf)
-            narrow = held is not None and held.reading is not None and held.reading.param_dtype is not None
+            narrow = held is not None and held.reading.param_dtype is not None
             call = f"fcg.sharding.gather(leaf{', masters=True' if narrow else ''})"
             return f"give `{call}`: the old leaf is whole on each rank, and the new one is {BufferSpec.of(leaf)}."
         if (
@@ -116,7 +116,7 @@ def sharding_fix(expected: Sequence[BufferSpec], leaves: Sequence[Any]) -> str:
 def reading_of(specs: Sequence[BufferSpec]) -> Reading:
     """Return how a loss reads the leaves; the reading of the first parameter stands for all."""
     found = (spec.placement.reading for spec in specs if spec.placement is not None)
-    return next((reading for reading in found if reading is not None), Reading())
+    return next((reading for reading in found if reading != Reading()), Reading())
 
 
 def entered(specs: Sequence[BufferSpec], slots: Sequence[Tensor]) -> list[Tensor]:

@@ -12,20 +12,19 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from numbers import Real
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from ..messages.html import Html, card, line, table
 from ..messages.units import size_of
 from ..shards.transfers import is_between_ranks
-from ..stages.lower.costs import constant_costs, input_costs, metric_costs, slot_costs
 from ..stages.plan import Plan
 from ..stages.program import Instr, Program, Var
 from ..stages.sub_programs import calls_of
 from ..stages.work import bytes_of, flops_of
-from ..state.outline import columns
 from ..tensors.op_table import row_of
+from .leaf_costs import leaf_costs
+from .report import Part, Report, grouped
 
 __all__ = ["COPIES", "WHAT_COPIES_ARE", "CostAnalysis", "KindOfCall", "cost_analysis", "peak_flops"]
 
@@ -74,7 +73,7 @@ class KindOfCall:
 
 
 @dataclass(frozen=True, repr=False, slots=True)
-class CostAnalysis:
+class CostAnalysis(Report):
     """The cost of a step; prints as a table, converts to a dict with :meth:`as_dict`.
 
     Attributes:
@@ -120,40 +119,26 @@ class CostAnalysis:
             "distance": self.distance,
         }
 
-    def _said(self) -> list[str]:
+    def report(self) -> list[Part]:
+        """Return FLOPs, bytes and floor, and the calls by kind."""
         fused = ", before fusion" if self.compiled else ""
         moved = f"{size_of(self.bytes_moved)} read and written{fused}, {size_of(self.bytes_least)} at least"
-        lines = [f"{self.function} on {self.device}: {self.flops / 1e9:,.3f} GFLOP in products, {moved}"]
-        if self.floor_s is None:
-            lines.append("floor: unknown; pass bandwidth= (bytes/s) and peak_flops= (FLOP/s) of this device")
-        else:
-            lines.append(f"floor: {self.floor_s * 1e3:,.4f} ms, bound by {self.bound}")
+        floor = "unknown; pass bandwidth= (bytes/s) and peak_flops= (FLOP/s) of this device"
+        if self.floor_s is not None:
+            floor = f"{self.floor_s * 1e3:,.4f} ms, bound by {self.bound}"
+        parts: list[Part] = [
+            f"{self.function} on {self.device}: {self.flops / 1e9:,.3f} GFLOP in products, {moved}",
+            f"  floor: {floor}",
+        ]
         if self.seconds is not None:
             far = "" if self.distance is None else f", {self.distance:.2f} times the floor"
-            lines.append(f"measured: {self.seconds * 1e3:,.4f} ms{far}")
-        return lines
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        head = ("kind of call", "calls", "GFLOP", "read and written")
-        return [head, *(
+            parts.append(f"  measured: {self.seconds * 1e3:,.4f} ms{far}")
+        rows = [
             (name, f"{kind.calls:,}", f"{kind.flops / 1e9:,.3f}" if kind.flops else "", size_of(kind.bytes))
             for name, kind in self.kinds.items()
-        )]  # fmt: skip
-
-    def _legend(self) -> list[str]:
-        return [WHAT_COPIES_ARE] if COPIES in self.kinds else []
-
-    def __str__(self) -> str:
-        first, *lines = self._said()
-        return "\n".join(
-            [first, *(f"  {text}" for text in [*lines, *columns(self._rows(), ""), *self._legend()])]
-        )
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> Html:
-        first, *lines = self._said()
-        return card(first, *map(line, lines), table(self._rows()), *map(line, self._legend()))
+        ]
+        legend = [f"  {WHAT_COPIES_ARE}"] if COPIES in self.kinds else []
+        return [*parts, [("kind of call", "calls", "GFLOP", "read and written"), *rows], *legend]
 
 
 def _positive(name: str, value: Any) -> float | None:
@@ -194,30 +179,26 @@ def cost_analysis(
     instrs = calls_of([*schedule.head, *schedule.fused])
     used = {var for instr in instrs for var in instr.inputs()}
     used.update(program.results, (new for _, new in program.updates))
-    calls: Counter[str] = Counter()
-    flops: Counter[str] = Counter()
-    moved: Counter[str] = Counter()
-    by_dtype: Counter[torch.dtype] = Counter()
-    for instr in instrs:
-        if instr.only_views:
-            continue
-        kind, number = kind_of(instr), flops_of(instr)
-        calls[kind] += 1
-        flops[kind] += number
-        moved[kind] += bytes_of(instr, used)
-        if number:
-            by_dtype[instr.inputs()[0].spec.dtype] += number
-    copies = _step_copies(program, plan)
-    if copies:
-        calls[COPIES], moved[COPIES] = len(copies), 2 * sum(copies)
-    kinds = {name: KindOfCall(calls[name], flops[name], moved[name]) for name, _ in moved.most_common()}
-    least = _least_bytes(program, used)
-    device = _device(program)
+    calls = [instr for instr in instrs if not instr.only_views]
+    kinds = {
+        kind: KindOfCall(len(some), sum(map(flops_of, some)), sum(bytes_of(one, used) for one in some))
+        for kind, some in grouped(calls, kind_of).items()
+    }
+    leaves = leaf_costs(program, plan, [""] * len(program.inputs)).values()
+    if copied := [entry.copied for entries in leaves for _, entry in entries if entry.copied]:
+        kinds[COPIES] = KindOfCall(len(copied), 0, 2 * sum(copied))
+    kinds = dict(sorted(kinds.items(), key=lambda item: item[1].bytes, reverse=True))
+    products: Counter[torch.dtype] = Counter()
+    for instr in filter(flops_of, calls):
+        products[instr.inputs()[0].spec.dtype] += flops_of(instr)
+    places = [var.spec.device for var in (*program.slots, *program.inputs, *program.results)]
+    device = next((place for place in places if place.type != "cpu"), torch.device("cpu"))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    floor, bound = _floor(name, by_dtype, least, bandwidth, peak_flops)
+    moved, least = sum(kind.bytes for kind in kinds.values()), _least_bytes(program, used)
+    floor, bound = _floor(name, products, least, bandwidth, peak_flops)
     return CostAnalysis(
-        program.function, name, plan.compiled, sum(flops.values()), sum(moved.values()), least,
-        MappingProxyType(kinds), floor, bound, seconds,
+        program.function, name, plan.compiled, products.total(), moved, least, MappingProxyType(kinds), floor, bound,
+        seconds,
     )  # fmt: skip
 
 
@@ -234,19 +215,14 @@ def _rates_of(name: str) -> _Rates | None:
 def _floor(
     name: str, flops: Mapping[torch.dtype, int], least: int, bandwidth: float | None, peak: float | None
 ) -> tuple[float | None, str | None]:
+    """Return the seconds that a device takes at least, and what bounds them; (None, None) if a rate is unknown."""
     known = _rates_of(name)
     bandwidth = bandwidth or (known.bandwidth if known is not None else None)
-    peaks = {dtype: peak or (known.peak(dtype) if known is not None else None) for dtype in flops}
-    if bandwidth is None:
+    if bandwidth is None or (known is None and peak is None and flops):
         return None, None
-    compute = 0.0
-    for dtype, number in flops.items():
-        rate = peaks[dtype]
-        if rate is None:
-            return None, None
-        compute += number / rate
-    memory = least / bandwidth
-    return (compute, "compute") if compute > memory else (memory, "memory")
+    rates = {dtype: peak or cast("_Rates", known).peak(dtype) for dtype in flops}
+    compute = sum(number / rates[dtype] for dtype, number in flops.items())
+    return max((compute, "compute"), (least / bandwidth, "memory"))
 
 
 def kind_of(instr: Instr) -> str:
@@ -263,17 +239,6 @@ def kind_of(instr: Instr) -> str:
     return "other"
 
 
-def _step_copies(program: Program, plan: Plan) -> list[int]:
-    """Return the bytes of each leaf that a call copies: of inputs in, of the new state to its slots, of metrics out."""
-    schedule, names = plan.schedule, [""] * len(program.inputs)
-    others = [
-        *input_costs(program, schedule, names), *constant_costs(program, schedule),
-        *metric_costs(program, schedule),
-    ]  # fmt: skip
-    entries = [*slot_costs(program, schedule, copies=plan.copies), *(entry for _, entry in others)]
-    return [entry.copied for entry in entries if entry.copied]
-
-
 def _least_bytes(program: Program, used: set[Var]) -> int:
     storages = {var.storage for var in used}
     ranges = {leaf: known.var for known in program.ranges for leaf in known.leaves}
@@ -284,8 +249,3 @@ def _least_bytes(program: Program, used: set[Var]) -> int:
     ]
     written = [old for old, _ in program.updates]
     return sum(var.spec.nbytes for var in (*read, *written, *program.results))
-
-
-def _device(program: Program) -> torch.device:
-    places = [var.spec.device for var in (*program.slots, *program.inputs, *program.results)]
-    return next((place for place in places if place.type != "cpu"), torch.device("cpu"))

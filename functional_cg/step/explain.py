@@ -27,11 +27,9 @@ def explain(name: str, stats: Stats, plans: Plans, refusal: str) -> str:
       plans: The lowered plans, each with its captures.
       refusal: Text of the last error; empty if there was none.
     """
-    head = (
-        f"{name}: {count(stats.traces, 'trace')}, {count(stats.captures, 'capture')}, "
-        f"{count(stats.replays, 'replay')}, {count(stats.eager_calls, 'eager call')}"
-    )
-    lines = [head]
+    kinds = ("trace", "capture", "replay", "eager call")
+    numbers = (stats.traces, stats.captures, stats.replays, stats.eager_calls)
+    lines = [f"{name}: {', '.join(map(count, numbers, kinds))}"]
     if len(plans) > 1:
         lines += [f"  traced for {_layout(lowered)}" for lowered, _ in plans]
     for lowered, captures in plans:
@@ -63,54 +61,49 @@ def explain_html(name: str, stats: Stats, plans: Plans, refusal: str) -> Html:
 
 def warnings_of(lowered: Lowered) -> Iterator[str]:
     """Yield warnings of what is legal but probably a mistake: dropped values, numbers drawn repeatedly."""
-    for site in dict.fromkeys(lowered.inspection.repeated):
+    inspection = lowered.inspection
+    for site in dict.fromkeys(inspection.repeated):
         yield (
             f"{site} draws the same numbers at each call: its key does not change; "
             "fold the step in, `fcg.random.fold_in(state.key, state.step)`."
         )
-    yield from first([_correlated(*pair) for pair in lowered.inspection.shared_keys], _SHOWN)
-    if lowered.inspection.copied:
-        names = ", ".join(f"`{name}`" for name in lowered.inspection.copied)
+    correlated = [
+        f"{f'{one} and {then} draw from' if one != then else f'{one} draws more than once from'} one and the same key, "
+        "so the numbers are correlated: give each draw a key of its own, `fcg.random.split(key)` or "
+        "`fcg.random.fold_in(key, n)`."
+        for one, then in inspection.shared_keys
+    ]
+    yield from first(correlated, _SHOWN)
+    if inspection.copied:
+        names = ", ".join(f"`{name}`" for name in inspection.copied)
         yield (
             f"{names}: the step writes in place into its own copy; in the loop, what was passed stays as it was. "
             "What the loop needs of it, return in `metrics`."
         )
-    if lowered.inspection.by_mode:
+    if inspection.by_mode:
         yield (
-            f"applies {', '.join(lowered.inspection.by_mode)} in training mode, by the statistics of the batch or with "
+            f"applies {', '.join(inspection.by_mode)} in training mode, by the statistics of the batch or with "
             "dropout, and trains nothing: to evaluate, `apply(params, buffers, x, train=False)`."
         )
-    elif forgotten := lowered.inspection.forgotten:
-        more = f" … and {len(forgotten) - _SHOWN:,} more" if len(forgotten) > _SHOWN else ""
+    elif inspection.forgotten:
         yield (
-            f"{'; '.join(forgotten[:_SHOWN])}{more}: new values, such as BatchNorm's statistics, were computed and "
-            "dropped; return them, `loss, new_buffers` from the loss, `has_aux=True`, and "
+            f"{'; '.join(first(inspection.forgotten, _SHOWN))}: new values, such as BatchNorm's statistics, were "
+            "computed and dropped; return them, `loss, new_buffers` from the loss, `has_aux=True`, and "
             "`state.apply_gradients(grads, buffers=new_buffers)`; if the module is called again, pass them on: torch "
             "counts each call, as of a discriminator for its generator's loss. If another call on the same input "
             "returns them, or this one is not to count, nothing is lost. `train=False` writes none, but it also "
             "normalizes by the old ones: other numbers."
         )
-    dropped = lowered.inspection.dropped
-    if (
-        len(dropped) > 1 and len({text.rpartition(" (")[2] for text in dropped}) == 1
-    ):  # by one line, an update
-        names = ", ".join(text.rpartition(" (")[0] for text in dropped[:_NAMED])
-        more = f" and {len(dropped) - _NAMED:,} more" if len(dropped) > _NAMED else ""
+    leaves = [text.rpartition(" (") for text in inspection.dropped]
+    if len(leaves) > 1 and len({site for _, _, site in leaves}) == 1:  # an update
+        names = ", ".join(first([name for name, *_ in leaves], _NAMED))
         yield (
-            f"{names}{more} ({dropped[0].rpartition(' (')[2]}: new values were computed and dropped; keep them, "
+            f"{names} ({leaves[0][2]}: new values were computed and dropped; keep them, "
             "`state = state.apply_gradients(grads)`, and return the new state; or do not compute them."
         )
         return
     kept = "a new value was computed and dropped; return it in the new state, or do not compute it."
-    yield from first([f"{text}: {kept}" for text in dropped], _SHOWN)
-
-
-def _correlated(one: str, then: str) -> str:
-    draw = f"{one} and {then} draw from" if one != then else f"{one} draws more than once from"
-    return (
-        f"{draw} one and the same key, so the numbers are correlated: give each draw a key of its own, "
-        "`fcg.random.split(key)` or `fcg.random.fold_in(key, n)`."
-    )
+    yield from first([f"{text}: {kept}" for text in inspection.dropped], _SHOWN)
 
 
 def _layout(lowered: Lowered) -> str:

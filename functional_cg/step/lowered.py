@@ -23,14 +23,13 @@ from ..call.staging import Staging
 from ..concurrency.turns import Turn
 from ..errors import LayoutError, MiscompileError
 from ..manual import Documented
-from ..messages.html import Html, card, element, fold, line
+from ..messages.html import Html, card, element, fold, line, table
 from ..messages.units import first, size_of
 from ..shards.collectives import WAIT
 from ..shards.groups import Groups
 from ..shards.mesh import Mesh
 from ..shards.peers import watched
 from ..shards.transfers import TRANSFERS
-from ..stages.lower.costs import constant_costs, input_costs, metric_costs, slot_costs, staged_pairs
 from ..stages.plan import Buffers, Plan, Replay
 from ..stages.program import Program
 from ..stages.run.memory import copy_out
@@ -52,6 +51,7 @@ from ..transforms.taps import TAP, Taps
 from ..tree import path_string, structure_diff
 from .constants import Constants
 from .costs import CostAnalysis, cost_analysis
+from .leaf_costs import leaf_costs, staged_pairs
 from .memory import MemoryAnalysis, memory_analysis
 from .ranks import meet
 from .suppositions import Supposed
@@ -475,7 +475,9 @@ class Lowered(metaclass=Documented):
         for title, *rows in map(str.splitlines, self.program.notes):
             parts.append(fold(title, *map(line, rows)) if rows else line(title))
         memory = self.memory_analysis()
-        parts.append(fold(f"memory at the peak: {size_of(memory['peak'])}", memory.table(), opened=True))
+        parts.append(
+            fold(f"memory at the peak: {size_of(memory['peak'])}", table(memory.bars()), opened=True)
+        )
         for state, entries in self._state_costs():
             title = f"{state.name}: {size_text(entries)}"
             parts.append(fold(title, tree_html(state.treedef, entries, state.name)))
@@ -497,21 +499,19 @@ class Lowered(metaclass=Documented):
 
     def _plan_lines(self, title: str = "") -> list[str]:
         certificate = [str(self.certificate)] if self.certificate else []
-        pairs = staged_pairs(self.program, self.plan.schedule)
+        pairs = staged_pairs(self.program, self.plan)
         twice = [f"copied twice: {old} <- {new}, which the same call overwrites" for old, new in pairs]
         branches = [*self.plan.shared, *([self.plan.branches] if self.plan.branches else [])]
         return [f"{title}{self._plan_line()}", *branches, *certificate, *first(twice, _STAGED_SHOWN)]
 
     def _state_costs(self) -> Iterator[tuple[BoundState, list[Entry]]]:
         """Yield each state with what a call does with its leaves."""
-        entries = iter(slot_costs(self.program, self.plan.schedule, copies=self.plan.copies))
+        entries = (entry for _, entry in self._costs()["state"])
         for state in self.states:
             yield state, list(islice(entries, len(state.specs)))
 
     def _other_costs(self) -> list[tuple[str, list[tuple[str, Entry]]]]:
-        program, plan = self.program, self.plan.schedule
-        return [
-            ("inputs", input_costs(program, plan, self.layout.live_names)),
-            ("constants", constant_costs(program, plan)),
-            ("metrics", metric_costs(program, plan)),
-        ]
+        return [(kind, costs) for kind, costs in self._costs().items() if kind != "state"]
+
+    def _costs(self) -> dict[str, list[tuple[str, Entry]]]:
+        return leaf_costs(self.program, self.plan, self.layout.live_names)

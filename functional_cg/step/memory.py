@@ -7,15 +7,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ..messages.html import Html, bar, card, fold, line, table
+from ..messages.html import bar
 from ..messages.units import size_of
 from ..stages.lifetimes import alive_at_peak
 from ..stages.program import Instr, Program, Var
 from ..stages.schedule import Schedule, schedule, temporaries
 from ..stages.sub_programs import unrolled
-from ..state.outline import columns
+from .report import Part, Report, grouped, shortened
 
-__all__ = ["MemoryAnalysis", "Owner", "Peak", "memory_analysis"]
+__all__ = ["MemoryAnalysis", "Owner", "memory_analysis", "peak_of"]
 
 _ROLE = re.compile(r"\w+\.\w+")
 _SHOWN = 12
@@ -41,7 +41,7 @@ class Owner:
 
 
 @dataclass(frozen=True, repr=False, slots=True)
-class MemoryAnalysis(Mapping[str, int]):
+class MemoryAnalysis(Report, Mapping[str, int]):
     """Bytes of a step by use, as a mapping; prints as a table.
 
     Attributes:
@@ -70,71 +70,48 @@ class MemoryAnalysis(Mapping[str, int]):
         state, *others = fixed.items()
         return [state, *fields, *others, ("temporaries", self["peak"] - sum(fixed.values()))]
 
-    def _title(self) -> str:
-        return f"{self.function}: {size_of(self['peak'])} at the peak"
+    def bars(self) -> list[tuple[str, ...]]:
+        """Return rows of the parts of the peak; in a notebook, with a bar for the share of each."""
+        peak = max(self["peak"], 1)
+        return [(name, size_of(size), bar(size / peak)) for name, size in self.parts()]
 
-    def _apart(self) -> str:
-        """Say what is no part of the peak."""
-        return (
-            f"besides: metrics {size_of(self['metrics'])}; all temporaries of a call come to "
+    def report(self) -> list[Part]:
+        """Return the parts of the peak, and the temporaries at it."""
+        owners = [
+            (one.op, f"{one.site}{', backward' * one.backward}", f"{one.values}x", size_of(one.nbytes))
+            for one in shortened(self.owners, _SHOWN, "op")
+        ]
+        apart = (
+            f"  besides: metrics {size_of(self['metrics'])}; all temporaries of a call come to "
             f"{size_of(self['temporaries'])}, not all at one time"
         )
-
-    def _owners(self) -> list[tuple[str, ...]]:
-        rows: list[tuple[str, ...]] = [
-            (one.op, f"{one.site}{', backward' * one.backward}", f"{one.values}x", size_of(one.nbytes))
-            for one in self.owners[:_SHOWN]
+        return [
+            f"{self.function}: {size_of(self['peak'])} at the peak",
+            self.bars(),
+            apart,
+            *([[("temporaries at the peak", "line", "values", "bytes"), *owners]] if owners else []),
         ]
-        if rest := self.owners[_SHOWN:]:
-            values, nbytes = (sum(getattr(one, of) for one in rest) for of in ("values", "nbytes"))
-            rows.append((f"… and {len(rest):,} more", "", f"{values}x", size_of(nbytes)))
-        return rows
-
-    def __str__(self) -> str:
-        parts = columns([(name, size_of(size)) for name, size in self.parts()])
-        owners = ["temporaries at the peak:", *columns(self._owners(), "    ")] if self.owners else []
-        return "\n".join([self._title(), *parts, f"  {self._apart()}", *owners])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        owners = [fold("temporaries at the peak", table(self._owners()))] if self.owners else []
-        return card(self._title(), self.table(), line(self._apart()), *owners)
-
-    def table(self) -> Html:
-        """Return the parts of the peak as HTML, with a bar for the share of each."""
-        peak = max(self["peak"], 1)
-        return table([(name, size_of(size), bar(size / peak)) for name, size in self.parts()])
 
 
-@dataclass(frozen=True, slots=True)
-class Peak:
-    """What is alive while a step takes most memory, besides its state, inputs and constants.
+def peak_of(program: Program, plan: Schedule) -> tuple[list[tuple[Instr, int]], int]:
+    """Return what is alive while a program takes most memory, besides its state, inputs and constants.
 
-    Attributes:
-      alive: The temporaries: the call that makes each, and its bytes.
-      staged: Bytes of new values that are copied before they are written, if the peak is at the end.
+    Args:
+      program: The program.
+      plan: The schedule that it runs by.
+    Returns:
+      (alive, staged): the temporaries, each with the call that makes it and its bytes; and the bytes of new values that
+      are copied before they are written, if the peak is at the end.
     """
-
-    alive: tuple[tuple[Instr, int], ...]
-    staged: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.staged + sum(size for _, size in self.alive)
-
-    @classmethod
-    def of(cls, program: Program, plan: Schedule) -> Peak:
-        """Return the peak of a program that runs by a schedule."""
-        sizes, instrs = temporaries(program, plan), [*plan.head, *plan.fused]
-        makers = {var.storage: instr for instr in reversed(instrs) for var in instr.outputs()}
-        kept = {var.storage for var in (*plan.outputs, *(new for _, new in plan.commits))}
-        most = alive_at_peak(instrs, kept, sizes)
-        left = [one for one in makers if one in kept and one in sizes]
-        staged = sum(old.spec.nbytes for old in plan.staged)
-        if sum(map(sizes.__getitem__, most)) >= staged + sum(map(sizes.__getitem__, left)):
-            staged, left = 0, most
-        return cls(tuple((makers[one], sizes[one]) for one in left), staged)
+    sizes, instrs = temporaries(program, plan), [*plan.head, *plan.fused]
+    makers = {var.storage: instr for instr in reversed(instrs) for var in instr.outputs()}
+    kept = {var.storage for var in (*plan.outputs, *(new for _, new in plan.commits))}
+    most = alive_at_peak(instrs, kept, sizes)
+    left = [one for one in makers if one in kept and one in sizes]
+    staged = sum(old.spec.nbytes for old in plan.staged)
+    if sum(map(sizes.__getitem__, most)) >= staged + sum(map(sizes.__getitem__, left)):
+        staged, left = 0, most
+    return [(makers[one], sizes[one]) for one in left], staged
 
 
 def memory_analysis(program: Program, on_lanes: int = 0) -> MemoryAnalysis:
@@ -146,8 +123,7 @@ def memory_analysis(program: Program, on_lanes: int = 0) -> MemoryAnalysis:
     """
     roles: Counter[str] = Counter()
     for name, var in zip(program.slot_names, program.slots, strict=True):
-        role = _ROLE.match(name)
-        if role is not None:
+        if role := _ROLE.match(name):
             roles[role.group()] += var.spec.nbytes
     fixed = {
         "state": sum(var.spec.nbytes for var in program.slots),
@@ -156,19 +132,15 @@ def memory_analysis(program: Program, on_lanes: int = 0) -> MemoryAnalysis:
     }
     program = unrolled(program)
     plan = schedule(program)
-    peak = Peak.of(program, plan)
+    alive, staged = peak_of(program, plan)
     used = {
         **fixed,
         "metrics": sum(var.spec.nbytes for var in program.outputs if isinstance(var, Var)),
         "temporaries": sum(temporaries(program, plan).values()),
-        "peak": sum(fixed.values()) + max(peak.nbytes, on_lanes),
+        "peak": sum(fixed.values()) + max(staged + sum(size for _, size in alive), on_lanes),
         **roles,
     }
-    owners: dict[tuple[str, str, bool], list[int]] = {}
-    for maker, size in peak.alive:
-        line = "" if maker.origin.line is None else str(maker.origin.line)
-        owners.setdefault((maker.name, line, maker.backward), []).append(size)
-    found = [Owner(sum(each), len(each), op, site, backward) for (op, site, backward), each in owners.items()]
-    return MemoryAnalysis(
-        program.function, used, tuple(sorted(found, key=lambda one: one.nbytes, reverse=True))
-    )
+    makers = grouped(alive, lambda one: (one[0].name, str(one[0].origin.line or ""), one[0].backward))
+    owners = [Owner(sum(size for _, size in made), len(made), *maker) for maker, made in makers.items()]
+    owners.sort(key=lambda one: one.nbytes, reverse=True)
+    return MemoryAnalysis(program.function, used, tuple(owners))

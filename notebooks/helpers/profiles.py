@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from functional_cg.step.profile.result import Profile
-from functional_cg.step.profile.rows import ProfiledCall, ProfiledKernel
+from functional_cg.step.profile.result import Profile, ProfiledCall, ProfiledKernel
 
 __all__ = ["packed", "unpacked"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...concurrency.interrupts import uninterrupted
 from ..branches.launches import Launches, UnknownLaunch
 from ..branches.listing import Timeline, in_line
 from ..branches.races import refuse_races
@@ -59,18 +59,17 @@ class InPlacePlan(Plan):
         self.branches = "branches: told once it is compiled" if spread is not None else ""
 
     def named_calls(self) -> Mapping[str, Instr]:
-        """Return the calls by the names that inductor's kernels have for them, or that :meth:`bind_named` tells."""
-        return {**calls_of(self._head.graph.graph), **self._light}
+        """Return the calls of the compiled function, by the names that inductor's kernels have for them."""
+        return calls_of(self._head.graph.graph)
 
-    def bind_named(self, buffers: Buffers, tick: Callable[[str | None], None]) -> Run:
-        """Bind the plan to buffers, in one line.
+    def bind(self, buffers: Buffers, tick: Callable[[], None] = lambda: None) -> Run:
+        launch = super().bind(buffers, tick)
 
-        Args:
-          buffers: The buffers.
-          tick: What to call before each call that updates small leaves, with its name, and once after them.
-        """
-        names = itertools.cycle([*self._light, None, None][: len(self.ticks)])
-        return self.bind(buffers, lambda: tick(next(names)))
+        def run(before: Before) -> Sequence[Tensor]:
+            uninterrupted(before)  # the function writes the state
+            return launch(())
+
+        return run
 
     def bind_to(self, buffers: Buffers, lanes: Lanes) -> Run:
         launch = super().bind_to(buffers, lanes)

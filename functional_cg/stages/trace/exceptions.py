@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from ...errors import CaptureError, FunctionalCGError, HostSyncError
 from ...errors.words import words_of
-from ...messages.causes import fix_of, lines_of, takes, wording
+from ...messages.causes import fix_of, takes, wording
 from ...messages.libraries import sync_fix
 from ...messages.source import is_installed, place_of, raised_in
 from ..kinds import MIXED_DTYPES, not_strided
@@ -137,5 +137,5 @@ def _host_sync(name: str, error: Exception) -> HostSyncError:
 
 def raised_at(error: BaseException) -> str:
     """Return the innermost line of user code in the traceback, as ``, at train.py:33``; "" if there is none."""
-    line, own = lines_of(error)
-    return f", at {place_of(*line, own)}" if line is not None else ""
+    place = place_of((one.tb_frame.f_code, one.tb_lineno) for one in reversed(raised_in(error)))
+    return place and f", at {place}"

@@ -22,8 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...errors import CaptureError, FunctionalCGError, SideEffectError
 from ...messages.advice import ADDRESS
-from ...messages.catching import may_swallow
-from ...messages.guards import compares_in_guard, guard_of
+from ...messages.guards import compares_in_guard, guard_of, may_swallow
 from ...messages.source import at_here, frames, is_user_file
 from ..watch.host_reads import HostReads
 from ..watch.host_watch import MODES, HostWatch, modes
@@ -141,10 +140,11 @@ def taken_as_valid(func: Any, args: Sequence[Any], call: Callable[..., Any]) -> 
     guard = guard_of(frame)
     if guard is None:
         return None
+    passes, text = guard
     true = args[0] if args[0].dtype is torch.bool else call(torch.ops.aten.ne.Scalar, (args[0], 0), {})
-    valid = true if guard.passes else call(torch.ops.aten.logical_not.default, (true,), {})
-    call(torch.ops.aten._assert_async.msg, (valid, f"`{guard.text}` raises{at_here()}"), {})
-    return guard.passes
+    valid = true if passes else call(torch.ops.aten.logical_not.default, (true,), {})
+    call(torch.ops.aten._assert_async.msg, (valid, f"`{text}` raises{at_here()}"), {})
+    return passes
 
 
 def _asking() -> FrameType | None:

@@ -1,0 +1,69 @@
+"""What a call does with each leaf, and how many bytes it copies for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..stages.plan import Plan
+from ..stages.program import Program
+from ..state.outline import Entry, count
+
+__all__ = ["leaf_costs", "staged_pairs"]
+
+# What is said of a new value, by how often it is copied.
+_ROLES = ("updated in place", "updated by a copy", "moved from another leaf, copied twice")
+
+
+def leaf_costs(program: Program, plan: Plan, inputs: Sequence[str]) -> dict[str, list[tuple[str, Entry]]]:
+    """Return the names of leaves with their costs, for ``state``, ``inputs``, ``constants`` and ``metrics``.
+
+    An input is copied in even if the step does not read it. A constant is copied at capture, and if the step writes it
+    at each call. A metric is a fresh tensor at each call; on a GPU it is copied out of the graph's pool.
+
+    Args:
+      program: The lowered program.
+      plan: Its plan.
+      inputs: Names of its inputs.
+    """
+    done = plan.schedule
+    roles = dict.fromkeys(program.slots[: len(program.new_state)], ("passed through", 0))
+    ranges = {known.var: known.leaves for known in program.ranges}
+    commits = {old for old, _ in done.commits}
+    for target, _ in program.updates:
+        copies = 2 if target in done.staged else int(plan.copies and target in commits)
+        roles |= dict.fromkeys(ranges.get(target, (target,)), (_ROLES[copies], copies))
+    slots = [(var.spec, *roles.get(var, ("borrowed", 0))) for var in program.slots]
+    read = {var for instr in (*done.head, *done.fused) for var in instr.inputs()}
+    read.update(done.outputs, (new for _, new in done.commits))
+    given = [(var.spec, "copied in" if var in read else "copied in, never read", 1) for var in program.inputs]
+    held = [
+        (one.var.spec, "constant", int(i in done.written_constants))
+        for i, one in enumerate(program.constants)
+    ]
+    made = [
+        (var.spec, "returned", (i in done.cloned) + (var.spec.device.type == "cuda"))
+        for i, var in enumerate(done.outputs)
+    ]
+    leaves = {
+        "state": (program.slot_names, slots),
+        "inputs": (inputs, given),
+        "constants": ([constant.name for constant in program.constants], held),
+        "metrics": ([path for path, _ in program.named_results()], made),
+    }
+    return {
+        kind: [
+            (name, Entry(spec, role, copies * spec.nbytes))
+            for name, (spec, role, copies) in zip(names, costs, strict=True)
+        ]
+        for kind, (names, costs) in leaves.items()
+    }
+
+
+def staged_pairs(program: Program, plan: Plan) -> list[tuple[str, str]]:
+    """Return key paths (target, source) of new values that lie in a slot and therefore are staged."""
+    names = dict(zip(program.slots, program.slot_names, strict=True))
+    for known in program.ranges:
+        names[known.var] = f"{count(len(known.leaves), 'leaf')} from {names[known.leaves[0]]} on"
+    owners = {var.storage: name for var, name in names.items()}
+    done = plan.schedule
+    return [(names[old], owners[new.storage]) for old, new in done.commits if old in done.staged]
