@@ -9,7 +9,7 @@ use has a zero gradient, not None as in ``torch.optim``: moments and weight deca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar
 
@@ -76,8 +76,8 @@ class Fused(Alias):
     """
 
     packet: ClassVar[Any]  # the op
-    names: ClassVar[dict[str, str]]  # a field -> what the op calls it
-    constants: ClassVar[dict[str, Any]]  # other arguments of the op
+    names: ClassVar[Mapping[str, str]]  # a field -> what the op calls it
+    constants: ClassVar[Mapping[str, Any]]  # other arguments of the op
 
     @property
     def step(self) -> StepFn | None:
