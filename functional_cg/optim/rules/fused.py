@@ -140,7 +140,7 @@ def run(
             return [[one.to(leaf.dtype) for one in column] for column in wide]
         steps = [] if count is None else [beside(count, leaf).to(torch.float32)] * len(columns[0])
         rest = [steps if name == "state_steps" else [] for name in names[len(columns) :]]
-        out = overload(packet, lr)(*columns, *rest, lr=lr, maximize=False, **{"weight_decay": 0.0, **numbers})
+        out = overload(packet, lr)(*columns, *rest, lr=lr, maximize=False, **numbers)
         return out[0], *out[2 : len(columns)]
 
     return with_rate(call, align(columns), lr)
