@@ -283,9 +283,12 @@ class _Parts:
     def _fill(self, number: int, stage: Stage) -> None:
         """Give a stage its calls, and what depends on parameters or data alone as far as they need it."""
         ends, grads = [*stage.outputs, *stage.results.values()], [*stage.ahead, *stage.grads.values()]
-        forward = self._needed(("F", number), ends)
+        backward = self._needed(("B", number), grads)
+        own = {var for call in backward for var in call.outputs()}
+        kept = [var for call in backward for var in call.inputs() if var not in own]
+        forward = self._needed(("F", number), [*ends, *grads, *kept])
         made = set(forward)
-        backward = [call for call in self._needed(("B", number), grads) if call not in made]
+        backward = [call for call in backward if call not in made]
         inward = set(live(backward, stage.ahead)[0])
         if any(call.writes for call in backward):  # the order of reads and writes matters
             inward = set(backward)

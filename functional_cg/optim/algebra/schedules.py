@@ -14,7 +14,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Self, overload
+from typing import Any, Self, cast, overload
 
 import torch
 from torch import Tensor
@@ -51,7 +51,10 @@ class _Checked(Schedule):
     """A schedule of this package: its arguments are numbers, and lengths and rates of decay are positive."""
 
     def __post_init__(self) -> None:
-        name, given = type(self).__name__, {one.name: getattr(self, one.name) for one in fields(self)}
+        name, given = (
+            type(self).__name__,
+            {one.name: getattr(self, one.name) for one in fields(cast("Any", self))},
+        )
         numbers = {key: value for key, value in given.items() if key not in _OTHERS and value is not None}
         are_numbers(name, **numbers)
         for key in numbers.keys() & {"transition_steps", "decay_steps", "decay_rate"}:
