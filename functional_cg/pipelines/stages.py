@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -17,7 +17,7 @@ from .. import tree as pytree
 from ..ambient.rehearsal import rehearsing, traced
 from ..errors import HostSyncError, LayoutError
 from ..random.arguments import used_keys
-from ..stages.program import Instr, Program, Var, live
+from ..stages.program import Instr, Program, Var
 from ..tensors.fake_mode import FakeMode, without_log
 from ..tensors.op_table import row_of
 from ..tensors.overlap import storage_key
@@ -283,13 +283,9 @@ class _Parts:
     def _fill(self, number: int, stage: Stage) -> None:
         """Give a stage its calls, and what depends on parameters or data alone as far as they need it."""
         ends, grads = [*stage.outputs, *stage.results.values()], [*stage.ahead, *stage.grads.values()]
-        backward = self._needed(("B", number), grads)
-        own = {var for call in backward for var in call.outputs()}
-        kept = [var for call in backward for var in call.inputs() if var not in own]
-        forward = self._needed(("F", number), [*ends, *grads, *kept])
-        made = set(forward)
-        backward = [call for call in backward if call not in made]
-        inward = set(live(backward, stage.ahead)[0])
+        forward = self._needed(("F", number), ends, ())
+        backward = self._needed(("B", number), grads, forward)
+        inward = set(_behind(backward, stage.ahead))
         if any(call.writes for call in backward):  # the order of reads and writes matters
             inward = set(backward)
         late = [call for call in backward if call not in inward]
@@ -301,12 +297,13 @@ class _Parts:
         read = {*ends, *grads}.union(*(call.inputs() for call in (*forward, *backward)))
         stage.reads = {i for i, var in enumerate(self._found.params) if var in read}
 
-    def _needed(self, part: tuple[str, int], ends: Iterable[Var]) -> list[Instr]:
-        """Return the calls of a part, and of those that belong to no stage, that the ends need."""
+    def _needed(self, part: tuple[str, int], ends: Iterable[Var], known: Sequence[Instr]) -> list[Instr]:
+        """Return the calls of a part, and those that float and whose results they or the ends need."""
         parts = self._found.tape.calls
         last = max((place for place, call in enumerate(self._calls) if parts[call] == part), default=-1)
         before = [call for call in self._calls[: last + 1] if parts[call] == part or not self._stays(call)]
-        return live(before, ends)[0]
+        keep = {call for call in before if parts[call] == part and self._stays(call)}
+        return _behind(before, ends, keep, known)
 
 
 def _part(name: str, calls: Sequence[Instr], wanted: Iterable[Var]) -> Program:
@@ -317,6 +314,22 @@ def _part(name: str, calls: Sequence[Instr], wanted: Iterable[Var]) -> Program:
         made.update((var, None) for var in call.outputs())
     ends = set(wanted)
     return Program(name, [], [], list(read), instrs=list(calls), outputs=[var for var in made if var in ends])
+
+
+def _behind(
+    calls: Sequence[Instr], ends: Iterable[Var], keep: Collection[Instr] = (), skip: Collection[Instr] = ()
+) -> list[Instr]:
+    """Return the calls that some variables depend on, and those to keep, in order."""
+    used = set(ends)
+    memory = {var.storage for var in used}
+    out = []
+    for call in reversed(calls):
+        needed = not used.isdisjoint(call.outputs()) or any(var.storage in memory for var in call.writes)
+        if (needed or call in keep) and call not in skip:
+            out.append(call)
+            used.update(call.inputs())
+            memory.update(var.storage for var in call.inputs())
+    return out[::-1]
 
 
 def _title(call: Instr) -> str:
