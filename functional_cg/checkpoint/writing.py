@@ -64,11 +64,11 @@ def _on_each(group: Any, act: Callable[[], T]) -> list[T]:
     if group is not None:
         said = [own] * dist.get_world_size(group)
         dist.all_gather_object(said, own, group)
-    for rank, (_, error) in enumerate(said):
-        if error is not None:
+    for rank, (_, failure) in enumerate(said):
+        if failure is not None:
             if group is not None:
-                error.add_note(f"The checkpoint was not written: this happened on rank {rank}.")
-            raise error
+                failure.add_note(f"The checkpoint was not written: this happened on rank {rank}.")
+            raise failure
     return [found for found, _ in said]
 
 

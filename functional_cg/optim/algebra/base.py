@@ -16,7 +16,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -192,8 +192,9 @@ class Checked(GradientTransformation):
     """A transformation of this package: its arguments are checked, and stored such that it is a value."""
 
     def __post_init__(self) -> None:
-        stored = {"mask": freeze, "labels": freeze, "key": partial(seed_of, type(self).__name__)}
-        for name in stored.keys() & {one.name for one in fields(self)}:
+        seed = partial(seed_of, type(self).__name__)
+        stored: dict[str, Callable[[Any], Any]] = {"mask": freeze, "labels": freeze, "key": seed}
+        for name in stored.keys() & {one.name for one in fields(cast("Any", self))}:
             object.__setattr__(self, name, stored[name](getattr(self, name)))
         check_numbers(self)
 

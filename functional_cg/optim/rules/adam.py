@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class _Moments(Direction):
     b2: Scalar = 0.999
     eps: Scalar = 1e-8
 
-    keeps = ScaleByAdamState
+    keeps: ClassVar[Any] = ScaleByAdamState
 
     def update(self, updates: Updates, state: Any, params: Params | None = None) -> tuple[Updates, Any]:
         mu = averaged(self.b1, state.mu, updates)
