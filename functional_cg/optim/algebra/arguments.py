@@ -6,7 +6,6 @@ import inspect
 import numbers
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -233,20 +232,28 @@ def in_range(
     require(zero or isinstance(value, Tensor) or value, f"{name} is 0")
 
 
+def _fraction(name: str, value: object) -> None:
+    in_range(name, value, below=1.0)
+
+
+def _positive(name: str, value: object) -> None:
+    in_range(name, value, zero=False)
+
+
+def _finite(name: str, value: object) -> None:
+    in_range(name, value, low=float("-inf"))
+
+
 # Name of an argument -> what refuses a number that it may not be, wherever it occurs.
 _CHECKS: Mapping[str, Callable[[str, object], None]] = MappingProxyType(
     {
-        **dict.fromkeys(("b1", "b2", "decay", "momentum"), partial(in_range, below=1.0)),
-        **dict.fromkeys(("max_norm", "max_delta", "threshold", "clipping"), partial(in_range, zero=False)),
-        **dict.fromkeys(
-            (
-                "eps", "weight_decay", "initial_accumulator_value", "momentum_decay", "decay_rate", "eta", "gamma",
-                "trust_coefficient", "min_scale", "clipping_threshold", "slow_step_size", "weight_lr_power",
-            ),
-            in_range,
-        ),
-        **dict.fromkeys(("learning_rate", "adamw_learning_rate"), rate_in_range),
-        "step_size": partial(in_range, low=float("-inf")),
+        "b1": _fraction, "b2": _fraction, "decay": _fraction, "momentum": _fraction,
+        "max_norm": _positive, "max_delta": _positive, "threshold": _positive, "clipping": _positive,
+        "eps": in_range, "weight_decay": in_range, "initial_accumulator_value": in_range, "eta": in_range,
+        "gamma": in_range, "momentum_decay": in_range, "decay_rate": in_range, "trust_coefficient": in_range,
+        "min_scale": in_range, "clipping_threshold": in_range, "slow_step_size": in_range,
+        "weight_lr_power": in_range, "learning_rate": rate_in_range, "adamw_learning_rate": rate_in_range,
+        "step_size": _finite,
     }
 )  # fmt: skip
 
