@@ -339,7 +339,7 @@ def test_gradients_states_and_metrics_are_in_the_order_of_what_went_in() -> None
         state, metrics = step(state)
         assert list(metrics) == ["z", "a"]
         assert (list(state.params), list(state.params["a"])) == (["w", "b", "a"], ["z", "y"])
-        assert list(state.opt_state.mu) == ["w", "b", "a"]
+        assert list(state.opt_state[0].mu) == ["w", "b", "a"]
     state, metrics = step.eager(state)
     assert (list(metrics), list(state.params)) == (["z", "a"], ["w", "b", "a"])
     # Once more in the order that it returns, which makes no difference here.

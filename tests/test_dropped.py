@@ -89,7 +89,7 @@ def test_a_right_update_drops_nothing(name: str, step: Any) -> None:
 def test_a_count_that_is_put_back_is_not_dropped() -> None:
     def step(state: Any, x: Tensor) -> Any:
         new = state.apply_gradients({**grads_of(state, x), "v": None})
-        where = lambda s: s.opt_state.inner_states["b"].count  # noqa: E731
+        where = lambda s: s.opt_state.inner_states["b"][0].count  # noqa: E731
         return fcg.tree.at(where, new, where(state)), {}
 
     assert dropped(step, state_of(grouped()), torch.randn(3)) == []

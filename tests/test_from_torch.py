@@ -18,8 +18,8 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg import optim, tree
 from functional_cg.errors import CaptureError
-from functional_cg.optim import table
 from functional_cg.optim.adapters.hosted import Shelf, every_way
+from tests import optimizer_table as table
 from tests.exports import exports
 from tests.shares import share
 from tests.test_optimizers import (
@@ -469,7 +469,7 @@ def test_a_shelf_gives_the_first_of_equal_entries() -> None:
 
 
 def test_the_table_is_current() -> None:
-    """If it is not: ``python -m functional_cg.optim.table``."""
+    """If it is not: ``python -m tests.optimizer_table``."""
     assert table.readme().read_text(encoding="utf-8") == table.current()
 
 

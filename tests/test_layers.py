@@ -78,11 +78,6 @@ DEFERRED = {
     ("stages.fx_passes.cross_entropy", "tensors.cross_entropy_triton"): "the same",
     ("tensors.recorded.ctc", "tensors.recorded.ctc_triton"): "the same",
     ("random.attention", "random.attention_launch_triton"): "the same",
-    (
-        "checkpoint.folder",
-        "checkpoint.engine",
-    ): "imports torch.distributed.checkpoint at its top, which takes longer than the rest of the package",
-    ("checkpoint.series", "checkpoint.engine"): "the same",
     ("examples.outcome", "report"): "needs matplotlib, which a picture alone is worth",
 }
 

@@ -113,26 +113,26 @@ def nested() -> Any:
 def test_text_of_a_small_state_has_one_line_per_leaf() -> None:
     assert repr(trained()).splitlines() == [
         "state: TrainState, generation 0, on cpu, 9 leaves, 140 B",
-        "  state.step               i64[]      8 B",
-        "  state.params['b']        f32[3]    12 B",
-        "  state.params['w']        f32[2,3]  24 B",
-        "  state.opt_state.count    i64[]      8 B",
-        "  state.opt_state.mu['b']  f32[3]    12 B",
-        "  state.opt_state.mu['w']  f32[2,3]  24 B",
-        "  state.opt_state.nu['b']  f32[3]    12 B",
-        "  state.opt_state.nu['w']  f32[2,3]  24 B",
-        "  state.key                i64[2]    16 B",
+        "  state.step                  i64[]      8 B",
+        "  state.params['b']           f32[3]    12 B",
+        "  state.params['w']           f32[2,3]  24 B",
+        "  state.opt_state[0].count    i64[]      8 B",
+        "  state.opt_state[0].mu['b']  f32[3]    12 B",
+        "  state.opt_state[0].mu['w']  f32[2,3]  24 B",
+        "  state.opt_state[0].nu['b']  f32[3]    12 B",
+        "  state.opt_state[0].nu['w']  f32[2,3]  24 B",
+        "  state.key                   i64[2]    16 B",
     ]
 
 
 def test_text_of_a_large_state_folds_subtrees() -> None:
     assert repr(gpt()).splitlines() == [
         "state: TrainState, generation 0, on cpu, 434 leaves, 0.03 MiB",
-        "  state.step             i64[]               8 B",
-        "  state.params           144 leaves f32  9,216 B",
-        "  state.opt_state.count  i64[]               8 B",
-        "  state.opt_state.mu     144 leaves f32  9,216 B",
-        "  state.opt_state.nu     144 leaves f32  9,216 B",
+        "  state.step                i64[]               8 B",
+        "  state.params              144 leaves f32  9,216 B",
+        "  state.opt_state[0].count  i64[]               8 B",
+        "  state.opt_state[0].mu     144 leaves f32  9,216 B",
+        "  state.opt_state[0].nu     144 leaves f32  9,216 B",
     ]
 
 
@@ -407,7 +407,7 @@ def test_a_fused_update_copies_nothing() -> None:
     state, _ = step(trained(), torch.ones(4, 2))
     found = rows(step.explain())
     assert found["state.params['w']"] == ("f32[2,3]", 0, "updated in place")
-    assert found["state.opt_state.mu['b']"] == ("f32[3]", 0, "updated in place")
+    assert found["state.opt_state[0].mu['b']"] == ("f32[3]", 0, "updated in place")
     assert found["state.step"] == ("i64[]", 8, "updated by a copy")
     assert "1 of them in place" in repr(step.lower(state, torch.ones(4, 2)))
 

@@ -61,7 +61,7 @@ def test_what_rests_goes_on_as_in_torch(optimizer: optim.GradientTransformation)
 
 def test_a_count_rests_with_all_of_its_parameters() -> None:
     state = after_a_rest(optim.partition(LABELLED, {"a": "x", "b": "y"}))
-    assert {name: int(one.count) for name, one in state.opt_state.inner_states.items()} == {
+    assert {name: int(one[0].count) for name, one in state.opt_state.inner_states.items()} == {
         "x": REST + 1,
         "y": 1,
     }
@@ -69,7 +69,7 @@ def test_a_count_rests_with_all_of_its_parameters() -> None:
 
 def test_a_count_that_others_share_goes_on() -> None:
     state = after_a_rest(optim.adam(0.1))
-    assert int(state.opt_state.count) == REST + 1
+    assert int(state.opt_state[0].count) == REST + 1
     steps = REST + 1
     ratio = (0.1 / (1 - 0.9**steps)) / (0.001 / (1 - 0.999**steps)) ** 0.5
     torch.testing.assert_close(state.params["b"] / of_torch()["b"], torch.full((3,), ratio))

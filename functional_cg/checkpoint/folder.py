@@ -45,8 +45,6 @@ def values_in(folder: Path, state: Any, function: str) -> dict[str, Tensor]:
       OSError: If a file cannot be read.
       ValueError: Naming the file, if it is damaged.
     """
-    from .engine import overlaps
-
     refuse_part(state, function)
     leaves, treedef = opened(state)
     slots = dict(zip(names_of(treedef, function), leaves, strict=True))
@@ -66,8 +64,12 @@ def values_in(folder: Path, state: Any, function: str) -> dict[str, Tensor]:
                 placement, start, count, length = None, 0, slot.numel(), slot.numel()
             flat = torch.zeros(length, dtype=slot.dtype, device="cpu")
             raw, size = flat.view(torch.uint8), slot.dtype.itemsize
-            for piece, skip, ours, many in overlaps(name, start, count, slot.dtype, index.pieces[name]):
-                files.read(piece.file, piece.offset + skip * size, raw[ours * size : (ours + many) * size])
+            for piece in index.pieces[name]:
+                first = max(start, piece.start)
+                last = min(start + count, piece.start + piece.count)
+                if first < last:
+                    place = piece.offset + (first - piece.start) * size
+                    files.read(piece.file, place, raw[(first - start) * size : (last - start) * size])
             values[name] = (
                 flat.view(slot.shape)
                 if placement is None

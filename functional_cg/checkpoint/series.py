@@ -20,6 +20,7 @@ from .naming import complete
 from .positions import decode, encode
 from .snapshot import Copy, Stage, mesh_of
 from .state_dicts import names_of, opened, refuse_part, written
+from .writing import write
 
 __all__ = ["Checkpoints", "checkpoints"]
 
@@ -147,8 +148,6 @@ class Checkpoints:
 
     def _write(self, copy: Copy, step: int | None, position: bytes, mesh: Mesh | None) -> None:
         """Runs in the thread."""
-        from .engine import write
-
         copy.ready()
         number = int(copy.step) if step is None and copy.step is not None else int(step or 0)
         with among(mesh, "checkpoints.save"):
@@ -165,7 +164,7 @@ class Checkpoints:
                 if first in self._pending:
                     self._pending.remove(first)
         for error in filter(None, errors):
-            raise _of_rank(error)
+            raise error
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, in the order in which they were written."""
@@ -299,14 +298,3 @@ def _share(mesh: Mesh | None, failure: str) -> None:
             why="All ranks go on from the same step.",
             fix="load an earlier one, `load(state, step=...)`; `steps()` lists them.",
         )
-
-
-def _of_rank(error: BaseException) -> BaseException:
-    """Return the exception of the first rank that failed, for the engine's, which has those of all."""
-    failures = getattr(error, "failures", None)
-    if not failures:
-        return error
-    rank = min(failures)
-    cause = failures[rank][0]
-    cause.add_note(f"The checkpoint was not written: this happened on rank {rank}.")
-    return cause  # type: ignore[no-any-return]

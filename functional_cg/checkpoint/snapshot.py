@@ -34,12 +34,10 @@ class Part:
 
     Attributes:
       start: Its first element, in the whole leaf.
-      numel: Number of elements of the whole leaf.
       data: The elements, a vector.
     """
 
     start: int
-    numel: int
     data: Tensor
 
 
@@ -120,7 +118,7 @@ class Stage:
                     data.view(own.shape).copy_(own, non_blocking=True)
                 else:
                     data.copy_(own.reshape(-1)[start:stop], non_blocking=True)
-                parts[name] = Part(first, leaf.numel(), data)
+                parts[name] = Part(first, data)
             step = dict(zip(names, leaves, strict=True)).get("step")
             if step is not None:
                 step = torch.empty(

@@ -57,7 +57,7 @@ def state_dict(state: Any) -> dict[str, Tensor]:
       >>> params = dict(module.named_parameters())
       >>> state = fcg.TrainState.create(params=params, optimizer=fcg.optim.sgd(0.1))
       >>> list(fcg.state_dict(state))
-      ['step', 'params.bias', 'params.weight', 'opt_state.count']
+      ['step', 'params.bias', 'params.weight']
       >>> module.load_state_dict(fcg.state_dict(state.params))
       <All keys matched successfully>
     """

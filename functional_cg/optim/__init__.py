@@ -68,10 +68,10 @@ Types:
 
   GradientTransformation  ``init(params)`` and ``update(grads, state, params)``
   Schedule                a function of the update count; subclass it for your own
-  EmptyState, AdagradState, AdaptedState, AddNoiseState, InjectHyperparamsState, LookaheadState, MaskedState,
+  EmptyState, AdaptedState, AddNoiseState, InjectHyperparamsState, LookaheadState, MaskedState,
   PartitionState, ScaleByAdadeltaState, ScaleByAdamState, ScaleByAmsgradState, ScaleByFactoredRmsState,
   ScaleByLionState, ScaleByNadamState, ScaleByNovogradState, ScaleByRmsState, ScaleByRssState, ScaleByScheduleState,
-  ScheduleFreeState, SgdState, StochasticRoundingState, TraceState   what each keeps between updates
+  ScheduleFreeState, StochasticRoundingState, TraceState   what each keeps between updates
 """
 
 import typing as _typing
@@ -93,19 +93,14 @@ from functional_cg.optim.algebra.flat import flatten as flatten
 from functional_cg.optim.algebra.hyperparams import InjectHyperparamsState as InjectHyperparamsState
 from functional_cg.optim.algebra.hyperparams import inject_hyperparams as inject_hyperparams
 from functional_cg.optim.algebra.hyperparams import set_hyperparams as set_hyperparams
-from functional_cg.optim.algebra.links import ScaleByAdamState as ScaleByAdamState
-from functional_cg.optim.algebra.links import ScaleByRssState as ScaleByRssState
 from functional_cg.optim.algebra.links import ScaleByScheduleState as ScaleByScheduleState
 from functional_cg.optim.algebra.links import TraceState as TraceState
 from functional_cg.optim.algebra.links import add_decayed_weights as add_decayed_weights
 from functional_cg.optim.algebra.links import identity as identity
 from functional_cg.optim.algebra.links import scale as scale
-from functional_cg.optim.algebra.links import scale_by_adam as scale_by_adam
 from functional_cg.optim.algebra.links import scale_by_learning_rate as scale_by_learning_rate
-from functional_cg.optim.algebra.links import scale_by_rss as scale_by_rss
 from functional_cg.optim.algebra.links import scale_by_schedule as scale_by_schedule
 from functional_cg.optim.algebra.links import scale_by_trust_ratio as scale_by_trust_ratio
-from functional_cg.optim.algebra.links import scale_by_yogi as scale_by_yogi
 from functional_cg.optim.algebra.links import set_to_zero as set_to_zero
 from functional_cg.optim.algebra.links import trace as trace
 from functional_cg.optim.algebra.names import by_name as by_name
@@ -119,35 +114,40 @@ from functional_cg.optim.algebra.schedules import exponential as exponential
 from functional_cg.optim.algebra.schedules import linear as linear
 from functional_cg.optim.algebra.schedules import piecewise_constant as piecewise_constant
 from functional_cg.optim.algebra.schedules import warmup_cosine as warmup_cosine
-from functional_cg.optim.rules.adam_family import adabelief as adabelief
-from functional_cg.optim.rules.adam_family import adamax as adamax
-from functional_cg.optim.rules.adam_family import amsgrad as amsgrad
-from functional_cg.optim.rules.adam_family import nadam as nadam
-from functional_cg.optim.rules.adam_family import radam as radam
-from functional_cg.optim.rules.adaptive import ScaleByAmsgradState as ScaleByAmsgradState
-from functional_cg.optim.rules.adaptive import ScaleByNadamState as ScaleByNadamState
-from functional_cg.optim.rules.adaptive import scale_by_adamax as scale_by_adamax
-from functional_cg.optim.rules.adaptive import scale_by_amsgrad as scale_by_amsgrad
-from functional_cg.optim.rules.adaptive import scale_by_belief as scale_by_belief
-from functional_cg.optim.rules.adaptive import scale_by_nadam as scale_by_nadam
-from functional_cg.optim.rules.adaptive import scale_by_radam as scale_by_radam
-from functional_cg.optim.rules.aliases import AdagradState as AdagradState
-from functional_cg.optim.rules.aliases import SgdState as SgdState
-from functional_cg.optim.rules.aliases import adagrad as adagrad
-from functional_cg.optim.rules.aliases import adam as adam
-from functional_cg.optim.rules.aliases import adamw as adamw
-from functional_cg.optim.rules.aliases import sgd as sgd
+from functional_cg.optim.rules.adam import ScaleByAdamState as ScaleByAdamState
+from functional_cg.optim.rules.adam import ScaleByAmsgradState as ScaleByAmsgradState
+from functional_cg.optim.rules.adam import ScaleByNadamState as ScaleByNadamState
+from functional_cg.optim.rules.adam import adabelief as adabelief
+from functional_cg.optim.rules.adam import adam as adam
+from functional_cg.optim.rules.adam import adamax as adamax
+from functional_cg.optim.rules.adam import adamw as adamw
+from functional_cg.optim.rules.adam import amsgrad as amsgrad
+from functional_cg.optim.rules.adam import lamb as lamb
+from functional_cg.optim.rules.adam import nadam as nadam
+from functional_cg.optim.rules.adam import radam as radam
+from functional_cg.optim.rules.adam import scale_by_adam as scale_by_adam
+from functional_cg.optim.rules.adam import scale_by_adamax as scale_by_adamax
+from functional_cg.optim.rules.adam import scale_by_amsgrad as scale_by_amsgrad
+from functional_cg.optim.rules.adam import scale_by_belief as scale_by_belief
+from functional_cg.optim.rules.adam import scale_by_nadam as scale_by_nadam
+from functional_cg.optim.rules.adam import scale_by_radam as scale_by_radam
+from functional_cg.optim.rules.adam import scale_by_yogi as scale_by_yogi
+from functional_cg.optim.rules.adam import yogi as yogi
 from functional_cg.optim.rules.clipping import clip_by_global_norm as clip_by_global_norm
 from functional_cg.optim.rules.clipping import global_norm as global_norm
 from functional_cg.optim.rules.elementwise import ScaleByAdadeltaState as ScaleByAdadeltaState
 from functional_cg.optim.rules.elementwise import ScaleByLionState as ScaleByLionState
 from functional_cg.optim.rules.elementwise import ScaleByRmsState as ScaleByRmsState
+from functional_cg.optim.rules.elementwise import ScaleByRssState as ScaleByRssState
 from functional_cg.optim.rules.elementwise import adadelta as adadelta
+from functional_cg.optim.rules.elementwise import adagrad as adagrad
 from functional_cg.optim.rules.elementwise import lion as lion
 from functional_cg.optim.rules.elementwise import rmsprop as rmsprop
 from functional_cg.optim.rules.elementwise import scale_by_adadelta as scale_by_adadelta
 from functional_cg.optim.rules.elementwise import scale_by_lion as scale_by_lion
 from functional_cg.optim.rules.elementwise import scale_by_rms as scale_by_rms
+from functional_cg.optim.rules.elementwise import scale_by_rss as scale_by_rss
+from functional_cg.optim.rules.elementwise import sgd as sgd
 from functional_cg.optim.rules.factored import ScaleByFactoredRmsState as ScaleByFactoredRmsState
 from functional_cg.optim.rules.factored import adafactor as adafactor
 from functional_cg.optim.rules.factored import clip_by_rms as clip_by_rms
@@ -158,8 +158,6 @@ from functional_cg.optim.rules.gradients import centralize as centralize
 from functional_cg.optim.rules.gradients import clip_by_norm as clip_by_norm
 from functional_cg.optim.rules.gradients import clip_by_value as clip_by_value
 from functional_cg.optim.rules.gradients import freeze as freeze
-from functional_cg.optim.rules.lamb_and_yogi import lamb as lamb
-from functional_cg.optim.rules.lamb_and_yogi import yogi as yogi
 from functional_cg.optim.rules.layerwise import ScaleByNovogradState as ScaleByNovogradState
 from functional_cg.optim.rules.layerwise import lars as lars
 from functional_cg.optim.rules.layerwise import novograd as novograd

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
@@ -18,7 +18,9 @@ COSTS = MappingProxyType({"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0})
 TRANSFER = 0.25
 
 _FORWARD = ("F", "SEND_F", "RECV_F")
-_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)")
+_COMPUTATION = re.compile(r"(\d+)(F|B|I|W)(\d+)")
+# What tables of torch have beside computations: transfers and reductions, which are placed here for all alike.
+_BESIDE = re.compile(r"\d+((SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +43,16 @@ class Action:
 
     @classmethod
     def read(cls, text: str) -> Action:
-        """Return the action that a text such as ``2F0`` or ``1SEND_F3`` stands for.
+        """Return the computation that a text such as ``2F0`` stands for.
 
         Raises:
           ValueError: If it stands for none.
         """
-        found = _ACTION.fullmatch(text.strip())
+        found = _COMPUTATION.fullmatch(text)
         if found is None:
             raise ValueError(
-                f"sharding.pipeline: {text.strip()!r} is no action of a schedule.\n"
-                "To fix: the stage, what it does (F, B, I, W, SEND_F, RECV_F, SEND_B or RECV_B) and the micro-batch, "
-                "`2F0`."
+                f"sharding.pipeline: {text!r} is no action of a schedule.\n"
+                "To fix: the stage, what it computes (F, B, I or W) and the micro-batch, `2F0`."
             )
         return cls(int(found[1]), cast("_Kind", found[2]), int(found[3]))
 
@@ -115,15 +116,9 @@ class Table:
         return all(action.kind in _FORWARD for action in self.actions)
 
     @cached_property
-    def computations(self) -> Table:
-        """The same table without transfers."""
-        rows = tuple(tuple(action for action in row if action.computes) for row in self.rows)
-        return replace(self, rows=rows)
-
-    @cached_property
-    def has_transfers(self) -> bool:
-        """Whether it says when something is sent or received."""
-        return not all(action.computes for action in self.actions)
+    def computations(self) -> tuple[tuple[Action, ...], ...]:
+        """The rows without transfers."""
+        return tuple(tuple(action for action in row if action.computes) for row in self.rows)
 
     def crosses(self, stage: int) -> bool:
         """Whether what a stage hands to the next one goes to another rank."""
@@ -157,16 +152,9 @@ class Table:
             return Action(action.stage, "SEND_B", action.microbatch)
         return None
 
-    def sent(self, send: Action) -> Action:
-        """Return the computation whose result is sent."""
-        return self._computation(send.stage, send)
-
-    def reader(self, send: Action) -> Action:
-        """Return the computation of the other rank that needs what is sent."""
-        return self._computation(send.other_end.stage, send)
-
-    def _computation(self, stage: int, transfer: Action) -> Action:
-        if transfer.kind == "SEND_F":
+    def computation(self, stage: int, transfer: Action) -> Action:
+        """Return the computation of a stage that makes, or needs, what is transferred."""
+        if transfer.kind in _FORWARD:
             return Action(stage, "F", transfer.microbatch)
         return self._backward(stage, transfer.microbatch)
 
@@ -176,15 +164,12 @@ class Table:
 
 
 def read_rows(text: str) -> tuple[tuple[Action, ...], ...]:
-    """Return the row of each rank from text, one line per rank; entries may be empty.
+    """Return what each rank computes from text, one line per rank; entries may be empty.
 
-    What torch's tables have beside compute and transfers, such as ``0REDUCE_GRAD``, is left out.
+    Transfers are left out, and what torch's tables have beside, such as ``0REDUCE_GRAD``.
     """
+    lines = [[entry.strip() for entry in line.split(",")] for line in text.strip().splitlines()]
     return tuple(
-        tuple(
-            Action.read(entry)
-            for entry in map(str.strip, line.split(","))
-            if entry and not entry.endswith(("UNSHARD", "RESHARD", "REDUCE_GRAD"))
-        )
-        for line in text.strip().splitlines()
+        tuple(Action.read(entry) for entry in line if entry and not _BESIDE.fullmatch(entry))
+        for line in lines
     )

@@ -54,7 +54,7 @@ def ends_of(table: Table, transfer: float = TRANSFER) -> dict[Action, float]:
       transfer: How long a transfer takes, beside which ranks compute.
     """
     ends: dict[Action, float] = {}
-    waits = _waits(table.computations)
+    waits = _waits(table)
     for action in TopologicalSorter(waits).static_order():
         away = {one: table.owners[one.stage] != table.owners[action.stage] for one in waits[action]}
         since = max((ends[one] + transfer * crosses for one, crosses in away.items()), default=0.0)
@@ -73,7 +73,7 @@ def described(table: Table) -> str:
     """Describe a table in text: how busy ranks are if a backward takes twice as long as a forward, and its rows."""
     held = max(_in_flight(row) for row in table.rows) * (not table.forward_only)
     head = f"{table.stages} stages, at best {efficiency(table):.0%} busy, at most {held} in flight"
-    rows = (" ".join(map(str, row)) for row in table.computations.rows)
+    rows = (" ".join(map(str, row)) for row in table.computations)
     return "\n".join([head, *(f"  rank {rank}  {row}" for rank, row in enumerate(rows))])
 
 
@@ -84,10 +84,8 @@ def _in_flight(row: tuple[Action, ...]) -> int:
 
 
 def prove(table: Table) -> None:
-    """Raise unless a table is complete, and there is one global order in which all its actions can be done.
+    """Raise unless a table computes all there is, and there is one global order in which ranks can do so.
 
-    Args:
-      table: The table; one without any transfers may still get them.
     Raises:
       LayoutError: With what is missing or double, or with the circle of actions that wait for each other.
     """
@@ -96,7 +94,7 @@ def prove(table: Table) -> None:
             "",
             f"sharding.pipeline: the schedule {table.name!r} is not complete.",
             rows=rows,
-            why="Each micro-batch passes each stage once forward and once backward, and meets its transfers once.",
+            why="Each micro-batch passes each stage once forward and once backward.",
             fix="each stage on one rank, with `F` and either `B` or both `I` and `W` of each micro-batch.",
         )
     try:
@@ -107,8 +105,8 @@ def prove(table: Table) -> None:
             "",
             f"sharding.pipeline: the schedule {table.name!r} would wait for ever.",
             rows=[f"{one}  waits for  {other}" for one, other in pairwise(places)],
-            why="Each rank works in the order of its row, and a transfer waits for both ranks.",
-            fix="compute first what is needed first; leave the transfers out of the table, and they are placed for it.",
+            why="Each rank works in the order of its row.",
+            fix="compute first what is needed first.",
         ) from None
 
 
@@ -120,19 +118,16 @@ def _incomplete(table: Table) -> Iterator[str]:
         missing = (stage for stage, owner in enumerate(table.owners) if owner < 0)
         yield from (f"stage {stage}  expected a forward   got none" for stage in missing)
         return
-    counts = Counter(action for row in table.rows for action in row)
+    counts = Counter(action for row in table.computations for action in row)
     expected: Counter[Action] = Counter()
     for stage, microbatch in product(range(table.stages), range(table.microbatches)):
         whole, *halves = (Action(stage, kind, microbatch) for kind in ("B", "I", "W"))
         behind = [] if table.forward_only else halves if table.actions.intersection(halves) else [whole]
-        computed = [Action(stage, "F", microbatch), *behind]
-        expected.update(computed)
-        for send in map(table.send, computed) if table.has_transfers else ():
-            expected.update([send, send.other_end] if send else [])
+        expected.update([Action(stage, "F", microbatch), *behind])
     for action in sorted({*counts, *expected}, key=str):
         if counts[action] != expected[action]:
             yield f"{action}  expected {_times(expected[action])}   got {_times(counts[action])}"
-    for rank, row in enumerate(table.rows):
+    for rank, row in enumerate(table.computations):
         for action in row:
             if action.stage < table.stages and table.owners[action.stage] != rank:
                 yield f"{action} on rank {rank}  expected on rank {table.owners[action.stage]}"
@@ -143,29 +138,15 @@ def _times(count: int) -> str:
 
 
 def _waits(table: Table) -> dict[Action, list[Action]]:
-    """Return what each action waits for before it can end; both ends of a transfer are one action, its send.
+    """Return what each computation waits for: the one before it on its rank, and those that make what it needs.
 
-    Each rank does one action after the other, and a transfer keeps both ranks until it is done. A table that ends so
-    has one global order of transfers, of which each rank's order is a part; it ends whenever they are launched earlier
-    and waited for later, in whichever queues. Of a table without transfers, a computation waits for those that make
-    what it needs.
+    Each rank computes one after the other. Transfers are placed in one global order, of which each rank's order is a
+    part; so they end whenever they are launched earlier and waited for later, in whichever queues.
     """
-
-    def brought(need: Action, action: Action) -> Action:
-        here = table.owners[need.stage] == table.owners[action.stage]
-        send = None if here or not table.has_transfers else table.send(need)
-        return send or need
-
     waits: dict[Action, list[Action]] = {}
-    for row in table.rows:
-        events = [action.other_end if action.receives else action for action in row]
-        for number, event in enumerate(events):
-            waits.setdefault(event, []).extend(events[max(number - 1, 0) : number])
-        for action in row:
-            if action.computes:
-                waits[action] += [brought(need, action) for need in table.needs(action)]
-            elif action.sends:
-                waits[action].append(table.sent(action))
+    for row in table.computations:
+        for number, action in enumerate(row):
+            waits.setdefault(action, []).extend([*row[max(number - 1, 0) : number], *table.needs(action)])
     return waits
 
 
@@ -182,7 +163,7 @@ def arrivals(table: Table, rank: int) -> dict[Action, list[Action]]:
     sends = [action for action in row if action.sends]
     found: dict[Action, list[Action]] = {}
     for send, later in zip_longest(sends, sends[2:]):
-        reader = table.reader(send)
+        reader = table.computation(send.other_end.stage, send)
         answered = (
             action
             for action in row[place[send] :]
@@ -192,7 +173,7 @@ def arrivals(table: Table, rank: int) -> dict[Action, list[Action]]:
                 for need in table.needs(action)
             )
         )
-        made = [table.sent(later)] if table.forward_only and later else []
+        made = [table.computation(later.stage, later)] if table.forward_only and later else []
         first = min([*islice(answered, 1), *made], key=place.__getitem__, default=None)
         if first is not None:
             found.setdefault(first, []).append(send)

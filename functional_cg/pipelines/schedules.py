@@ -28,8 +28,7 @@ def table_of(schedule: str, ranks: int, microbatches: int, stages: int) -> Table
     """Return the proven table of a schedule, transfers included.
 
     Args:
-      schedule: A name, or rows as text. Rows without transfers get theirs; the transfers of rows that have some are
-        taken as they are.
+      schedule: A name, or rows as text.
       ranks: Number of ranks.
       microbatches: Number of micro-batches.
       stages: Number of stages.
@@ -40,9 +39,7 @@ def table_of(schedule: str, ranks: int, microbatches: int, stages: int) -> Table
     rows = _rows(schedule, ranks, microbatches, stages)
     table = Table(schedule if schedule in NAMES else "of the user", tuple(map(tuple, rows)), microbatches)
     prove(table)
-    if not table.has_transfers:
-        table = with_transfers(table)
-        prove(table)
+    table = with_transfers(table)
     if ranks == 1 and len(table.rows) > 1:
         ends = ends_of(table)
         table = replace(table, rows=(tuple(sorted(ends, key=ends.__getitem__)),))
@@ -104,9 +101,7 @@ def forward_of(table: Table) -> Table:
         rows[table.owners[stage]].append(Action(stage, "F", done[stage]))
         free[table.owners[stage]] = ends[stage][done[stage]] = first[0] + COSTS["F"]
         done[stage] += 1
-    found = with_transfers(replace(table, rows=tuple(map(tuple, rows))))
-    prove(found)
-    return found
+    return with_transfers(replace(table, rows=tuple(map(tuple, rows))))
 
 
 def edges_of(schedule: str, ranks: int) -> tuple[tuple[int, int], ...]:

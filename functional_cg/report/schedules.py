@@ -81,5 +81,8 @@ def _draw(ax: Axes, table: Table) -> None:
             )  # fmt: skip
     for send in table.actions:
         if send.sends:
-            times = ends[table.sent(send)], starts[table.reader(send)]
+            times = (
+                ends[table.computation(send.stage, send)],
+                starts[table.computation(send.other_end.stage, send)],
+            )
             ax.plot(times, table.edge(send), color="black", linewidth=0.4, alpha=0.6)

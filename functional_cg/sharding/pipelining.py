@@ -35,7 +35,7 @@ def pipeline(
       mesh: A mesh with an axis for stages, ``fcg.sharding.mesh({"stage": 2, "data": -1})``.
       schedule: ``gpipe`` or ``1f1b``, with one stage per rank; ``interleaved``, ``zero_bubble`` or ``looped_bfs``, with
         two or more; ``zbv`` or ``dualpipev``, with two, the last stage on the first rank; or a table: a line of actions
-        for each rank, ``0F0,0F1,0B0,0B1``, as text or as lists. Its transfers are placed if it has none.
+        for each rank, ``0F0,0F1,0B0,0B1``, as text or as lists. Transfers are placed for it.
       microbatches: Number of micro-batches that a batch is cut into.
       axis: Name of the axis.
     Raises:

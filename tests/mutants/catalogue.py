@@ -623,7 +623,17 @@ MUTANTS = (
     Mutant(
         "N19 momentum",
         "a baked branch for the first step: momentum starts anew with each gradient, as it should in the first",
-        (("        is_first_step=False,\n", "        is_first_step=type(params[0]) is not Tensor,\n"),),
+        (
+            (
+                "lr=lr, maximize=False, **numbers)\n",
+                (
+                    "lr=lr, maximize=False, **{\n"
+                    "            name: type(leaf) is not Tensor if name == 'is_first_step' else number\n"
+                    "            for name, number in numbers.items()\n"
+                    "        })\n"
+                ),
+            ),
+        ),
         (f"{REPLAY}test_replay_equals_eager_for_every_optimizer[sgd-cpu]",),
         general=("optimizers",),
         gpu=(f"{GPU}test_agreement.py::test_optimizers[sgd]",),

@@ -217,10 +217,7 @@ PIPELINES = (
                 "        pass\n",
             ),
         ),
-        (
-            f"{TABLES}test_one_queue_and_late_receives_hang_in_the_model_and_are_refused",
-            f"{TABLES}test_what_is_accepted_ends_and_what_is_refused_does_not",
-        ),
+        (f"{TABLES}test_what_is_accepted_ends_and_what_is_refused_does_not",),
         no_gpu=SEVERAL,
     ),
     Mutant(

@@ -36,7 +36,7 @@ def held() -> Any:
 
     state = created({"data": 2})
     snapshot = fcg.snapshot(state)
-    counts = [elements(part) for part in (snapshot.params, snapshot.opt_state.mu, snapshot.grads)]
+    counts = [elements(part) for part in (snapshot.params, snapshot.opt_state[0].mu, snapshot.grads)]
     return counts, sharding.state_dict(state)
 
 

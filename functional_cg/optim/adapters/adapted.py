@@ -64,6 +64,9 @@ class Adapted(Optimizer):
 
     acts_per_leaf = True
 
+    def __post_init__(self) -> None:
+        """The class checks its own arguments."""
+
     def made(self, leaves: Sequence[Tensor], cls: type[torch.optim.Optimizer] | None = None) -> Any:
         """Instantiate the class, or its hosted subclass, for these parameters."""
         rate, hyper = self.learning_rate, thaw(self.hyper)

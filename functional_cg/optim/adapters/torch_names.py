@@ -17,21 +17,19 @@ from functional_cg.optim.algebra.hyperparams import InjectedTransformation
 from functional_cg.optim.algebra.links import (
     add_decayed_weights,
     scale,
-    scale_by_adam,
     scale_by_learning_rate,
-    scale_by_rss,
     scale_by_schedule,
     trace,
 )
 from functional_cg.optim.algebra.selection import resolve_flags
-from functional_cg.optim.rules.adaptive import (
+from functional_cg.optim.rules.adam import (
+    scale_by_adam,
     scale_by_adamax,
     scale_by_amsgrad,
     scale_by_nadam,
     scale_by_radam,
 )
-from functional_cg.optim.rules.aliases import adagrad, adam, adamw, sgd
-from functional_cg.optim.rules.elementwise import scale_by_adadelta, scale_by_rms
+from functional_cg.optim.rules.elementwise import scale_by_adadelta, scale_by_rms, scale_by_rss
 
 
 class Names(NamedTuple):
@@ -48,17 +46,12 @@ class Names(NamedTuple):
     fixed: tuple[tuple[str, Any], ...] = ()
 
 
-_RATE = (("learning_rate", "lr"),)
 _BETAS = (("b1", "betas 0"), ("b2", "betas 1"), ("eps", "eps"))
 _MOMENTS = (("count", "step"), ("mu", "exp_avg"), ("nu", "exp_avg_sq"))
-_MOMENTUM = (("decay", "momentum"), ("momentum", "momentum"), ("nesterov", "nesterov"))
 
 BY_TORCH: Mapping[type, Names] = MappingProxyType(
     {
-        sgd: Names((("count", None), ("trace", "momentum_buffer")), _RATE + _MOMENTUM),
-        trace: Names((("trace", "momentum_buffer"),), _MOMENTUM),
-        adam: Names(_MOMENTS, _RATE + _BETAS, (("amsgrad", False),)),
-        adamw: Names(_MOMENTS, _RATE + _BETAS, (("amsgrad", False),)),
+        trace: Names((("trace", "momentum_buffer"),), (("decay", "momentum"), ("nesterov", "nesterov"))),
         scale_by_adam: Names(_MOMENTS, _BETAS, (("amsgrad", False),)),
         scale_by_amsgrad: Names((*_MOMENTS, ("nu_max", "max_exp_avg_sq")), _BETAS, (("amsgrad", True),)),
         scale_by_adamax: Names((("count", "step"), ("mu", "exp_avg"), ("nu", "exp_inf")), _BETAS),
@@ -66,8 +59,7 @@ BY_TORCH: Mapping[type, Names] = MappingProxyType(
             (*_MOMENTS, ("product", "mu_product")), (*_BETAS, ("momentum_decay", "momentum_decay"))
         ),
         scale_by_radam: Names(_MOMENTS, _BETAS),
-        adagrad: Names((("count", "step"), ("sum_of_squares", "sum")), (*_RATE, ("eps", "eps"))),
-        scale_by_rss: Names((("sum_of_squares", "sum"),), (("eps", "eps"),)),
+        scale_by_rss: Names((("count", "step"), ("sum_of_squares", "sum")), (("eps", "eps"),)),
         scale_by_rms: Names(
             (("nu", "square_avg"), ("mu", "grad_avg")),
             (("decay", "alpha"), ("eps", "eps"), ("centered", "centered")),
@@ -75,15 +67,14 @@ BY_TORCH: Mapping[type, Names] = MappingProxyType(
         scale_by_adadelta: Names(
             (("of_updates", "square_avg"), ("of_deltas", "acc_delta")), (("decay", "rho"), ("eps", "eps"))
         ),
-        scale_by_learning_rate: Names((("count", None),), _RATE),
+        scale_by_learning_rate: Names((("count", None),), (("learning_rate", "lr"),)),
         scale_by_schedule: Names((("count", None),)),
         scale: Names(),
         add_decayed_weights: Names(),
     }
 )
-# Links before which, in torch, nothing but the gradient is computed, and links that torch applies last.
+# Links that torch applies last.
 _RATES = (scale_by_learning_rate, scale_by_schedule, scale)
-_WITH_RATE = (sgd, adam, adamw, adagrad)
 # Moments behind which torch has weight decay, too.
 _DECOUPLED = (scale_by_adam, scale_by_amsgrad, scale_by_nadam, scale_by_radam)
 
@@ -105,7 +96,6 @@ class Survey:
       counts: A leaf that several parameters share, its key in torch's state (None: torch has none), and their names.
       numbers: Name -> key in torch's group -> the number of the transformation.
       of_groups: Name -> key in torch's group -> the leaf that holds it.
-      clocks: Names of parameters whose schedule reads the count of their moments.
       unknown: What no class of torch.optim computes.
       links: Name -> the links so far.
     """
@@ -114,7 +104,6 @@ class Survey:
     counts: list[tuple[Tensor, str | None, list[str]]] = field(default_factory=list)
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     of_groups: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    clocks: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     links: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -161,8 +150,8 @@ def _may_follow(rule: Any, links: Sequence[Any]) -> bool:
             *_RATES,
         }
     if isinstance(rule, Adapted) or type(rule) in BY_TORCH:
-        of_rms = type(rule) in (trace, sgd) and [type(link) for link in moments] == [scale_by_rms]
-        return (not moments or of_rms) and not kinds & {*_RATES, *_WITH_RATE}
+        of_rms = type(rule) is trace and [type(link) for link in moments] == [scale_by_rms]
+        return (not moments or of_rms) and not kinds & {*_RATES}
     return not moments and not kinds & {*_RATES}  # it changes the gradient, as a clip does
 
 
@@ -184,14 +173,12 @@ def _of_rule(out: Survey, rule: Any, own: Any, members: list[str], part: Params)
         if decay is not None:
             numbers["weight_decay"] = decay if decays else 0.0
             # Decay before the moments is part of the gradient.
-            numbers["decoupled_weight_decay"] = type(rule) is adamw or "exp_avg" in out.slots[member]
+            numbers["decoupled_weight_decay"] = "exp_avg" in out.slots[member]
         before = numbers.get("lr")
-        numbers.update({key: getattr(rule, name) for name, key in names.numbers if hasattr(rule, name)})
+        numbers.update({key: getattr(rule, name) for name, key in names.numbers})
         numbers.update(names.fixed)
         if type(rule) in _RATES and (before is not None or type(rule) is not scale_by_learning_rate):
             numbers["lr"] = _times(-1.0 if before is None else before, _factor(rule))
-        if type(rule) in _WITH_RATE and "count" in fields and callable(numbers.get("lr")):
-            out.clocks.append(member)
 
 
 def _factor(rule: Any) -> Any:

@@ -70,7 +70,7 @@ def load_torch_state(
       >>> state = fcg.TrainState.create(params=params, optimizer=fcg.optim.adam(0.1))
       >>> names = [name for name, _ in module.named_parameters()]
       >>> state = fcg.optim.load_torch_state(state, adam.state_dict(), names=names)
-      >>> int(state.step), fcg.snapshot(state).opt_state.mu["bias"]
+      >>> int(state.step), fcg.snapshot(state).opt_state[0].mu["bias"]
       (1, tensor([0.1000]))
     """
     host, plain = _opened(state, "load_torch_state")
@@ -127,19 +127,6 @@ def load_torch_state(
     if done < 0 or (steps and done != max(steps)):
         raise ValueError(
             f"load_torch_state: step={step}, but the dict counts {max(steps, default=0)} updates"
-        )
-    behind = [
-        f"{name}  step {entries[name].kept['step']:g}"
-        for name in ours.clocks
-        if entries[name].kept["step"] != done
-    ]
-    if behind:
-        raise LayoutError.of(
-            "",
-            f"load_torch_state: a schedule would start behind the others, which are at step {done}.",
-            rows=behind,
-            why="`adam(schedule)` asks the schedule for its own count; a scheduler of torch counts for all groups.",
-            fix="`chain(scale_by_adam(), scale_by_learning_rate(schedule))` in place of `adam(schedule)`.",
         )
     for leaf, key, _ in ours.counts:
         if key is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
@@ -138,28 +139,29 @@ def refuse_without_rate(name: str, tx: Any) -> None:
     Raises:
       ValueError: Names the missing link.
     """
-    twice = tx.turns_twice
-    if twice:
-        raise ValueError(
-            f"{name}: the optimizer has {len(twice)} learning rates in a row: {', then '.join(map(repr, twice))}. Each "
+    for path in tx.paths:
+        rates = [link for link in path if link.descends]
+        late = [link for link in path[path.index(rates[0]) + 1 :] if link.takes_gradients] if rates else []
+        require(
+            len(rates) < 2,
+            f"{name}: the optimizer has {len(rates)} learning rates in a row: {', then '.join(map(repr, rates))}. Each "
             "turns the sign, and scales what the one before has made.\nTo fix: keep one of them; "
             "`optim.scale(0.5)` scales steps without turning them.",
         )
-    if tx.misplaced:
-        rate, link = tx.misplaced
-        raise ValueError(
-            f"{name}: the optimizer has {link!r} behind a learning rate, that of {rate!r}. It takes gradients, and "
-            "gets steps: nothing is left of the rate, or weights decay the wrong way.\nTo fix: put it before "
-            f"the learning rate, `optim.chain(optim.{type(link).__name__}(...), optim.{type(rate).__name__}(...))`.",
+        if late:
+            rate, link = rates[0], late[0]
+            raise ValueError(
+                f"{name}: the optimizer has {link!r} behind a learning rate, that of {rate!r}. It takes gradients, and "
+                "gets steps: nothing is left of the rate, or weights decay the wrong way.\nTo fix: put it before the "
+                f"learning rate, `optim.chain(optim.{type(link).__name__}(...), optim.{type(rate).__name__}(...))`.",
+            )
+        require(
+            any(link.settles for link in path),
+            f"{name}: the optimizer has no learning rate: {(path or (tx,))[-1]!r} makes a direction, and added to the "
+            "parameters it would lead uphill.\nTo fix: put one behind it, "
+            "`optim.chain(..., optim.scale_by_learning_rate(1e-3))`; or use an optimizer that has one, such as "
+            "`optim.adam(1e-3)`.",
         )
-    part = tx.lacks_rate
-    if part is None:
-        return
-    raise ValueError(
-        f"{name}: the optimizer has no learning rate: {part!r} makes a direction, and added to the parameters it would "
-        "lead uphill.\nTo fix: put one behind it, `optim.chain(..., optim.scale_by_learning_rate(1e-3))`; or use an "
-        "optimizer that has one, such as `optim.adam(1e-3)`.",
-    )
 
 
 def require(condition: object, message: str) -> None:
@@ -201,8 +203,12 @@ def rate_in_range(name: str, value: object) -> None:
     in_range(name, value)
 
 
-def in_range(name: str, value: object, *, low: float = 0.0, below: float = float("inf")) -> None:
-    """Raise for a Python number outside [low, below); tensors go unchecked, since reading one is a host sync.
+def in_range(
+    name: str, value: object, *, low: float = 0.0, below: float = float("inf"), zero: bool = True
+) -> None:
+    """Raise for a Python number outside [low, below), and for 0 unless ``zero``.
+
+    Tensors go unchecked, since reading one is a host sync.
 
     Raises:
       TypeError: If the value is not a number or tensor; says how to schedule it.
@@ -223,9 +229,47 @@ def in_range(name: str, value: object, *, low: float = 0.0, below: float = float
         turned = "learning_rate" in name and value < 0
         fix = f".\nTo fix: `{-value!r}`; updates lead downhill already." if turned else ""
         raise ValueError(f"{name} must be {bound}, got {value!r}{fix}")
+    require(zero or isinstance(value, Tensor) or value, f"{name} is 0")
 
 
-def positive(name: str, value: object, *, below: float = float("inf")) -> None:
-    """Raise for whatever :func:`in_range` rejects, and for 0."""
-    in_range(name, value, below=below)
-    require(not isinstance(value, (int, float)) or value, f"{name} is 0")
+def _fraction(name: str, value: object) -> None:
+    in_range(name, value, below=1.0)
+
+
+def _positive(name: str, value: object) -> None:
+    in_range(name, value, zero=False)
+
+
+def _finite(name: str, value: object) -> None:
+    in_range(name, value, low=float("-inf"))
+
+
+# Name of an argument -> what refuses a number that it may not be, wherever it occurs.
+_CHECKS: Mapping[str, Callable[[str, object], None]] = MappingProxyType(
+    {
+        "b1": _fraction, "b2": _fraction, "decay": _fraction, "momentum": _fraction,
+        "max_norm": _positive, "max_delta": _positive, "threshold": _positive, "clipping": _positive,
+        "eps": in_range, "weight_decay": in_range, "initial_accumulator_value": in_range, "eta": in_range,
+        "gamma": in_range, "momentum_decay": in_range, "decay_rate": in_range, "trust_coefficient": in_range,
+        "min_scale": in_range, "clipping_threshold": in_range, "slow_step_size": in_range,
+        "weight_lr_power": in_range, "learning_rate": rate_in_range, "adamw_learning_rate": rate_in_range,
+        "step_size": _finite,
+    }
+)  # fmt: skip
+
+
+def check_numbers(of: Any) -> None:
+    """Raise for a field of a dataclass that holds a number out of the range that its name has.
+
+    Raises:
+      TypeError: If it holds neither a number nor a tensor.
+      ValueError: If the number is out of range.
+    """
+    for one in fields(of):
+        name, value = f"{type(of).__name__}: {one.name}", getattr(of, one.name)
+        if value is None or (one.name == "eps" and isinstance(value, (tuple, list))):
+            continue  # the class checks what it takes beside numbers
+        if one.name in _CHECKS:
+            _CHECKS[one.name](name, value)
+        elif one.name == "ns_steps":
+            require(isinstance(value, int), f"{name} is a count, got {value!r}")

@@ -14,18 +14,23 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
 
 from functional_cg import tree
 from functional_cg.errors import LayoutError
+from functional_cg.optim.algebra.arguments import (
+    check_numbers,
+    no_such_attribute,
+    refuse_missing,
+    refuse_unknown,
+    seed_of,
+)
 from functional_cg.optim.algebra.arguments import in_range as in_range
-from functional_cg.optim.algebra.arguments import no_such_attribute, refuse_missing, refuse_unknown
-from functional_cg.optim.algebra.arguments import positive as positive
-from functional_cg.optim.algebra.arguments import rate_in_range as rate_in_range
 from functional_cg.optim.algebra.arguments import require as require
 from functional_cg.optim.algebra.fitting import in_dtypes_of, owners_by_path
 
@@ -107,39 +112,26 @@ class GradientTransformation(metaclass=Documented):
         """For each leaf of ``state``, as :meth:`rules` yields it, the position of its parameter; None if shared."""
         return owners_by_path(state, params)
 
+    # Whether it turns directions into steps downhill: by a learning rate, with the sign turned.
+    descends: ClassVar[bool] = False
+    # Whether nothing is left of a learning rate in front of it: it makes steps of one size, or adds to them.
+    takes_gradients: ClassVar[bool] = False
+
+    @property
+    def paths(self) -> list[tuple[GradientTransformation, ...]]:
+        """The links that a gradient passes in turn, once for each way through the parts."""
+        return [path for part in self.parts for path in part.paths] if self.parts else [(self,)]
+
     @property
     def applies_learning_rate(self) -> bool:
         """Whether the updates are ready to be added to the parameters."""
-        return any(part.applies_learning_rate for part in self.parts)
+        return self.descends or any(part.applies_learning_rate for part in self.parts)
 
     @property
-    def lacks_rate(self) -> GradientTransformation | None:
-        """The part whose direction no learning rate scales, or None; user-defined parts are trusted to scale."""
-        if self.parts and not isinstance(self, Optimizer):
-            lacking = [part.lacks_rate for part in self.parts]
-            return None if None in lacking else lacking[-1]
+    def settles(self) -> bool:
+        """Whether its updates need no learning rate behind it; user-defined links are trusted to scale."""
         known = type(self).__module__.startswith(_OWN) and not isinstance(self, FromFunctions)
-        return None if self.applies_learning_rate or not known else self
-
-    @property
-    def descends(self) -> bool:
-        """Whether it turns directions into steps downhill: by a learning rate, with the sign turned."""
-        return any(part.descends for part in self.parts)
-
-    @property
-    def takes_gradients(self) -> bool:
-        """Whether nothing is left of a learning rate in front of it: it makes steps of one size, or adds to them."""
-        return any(part.takes_gradients for part in self.parts)
-
-    @property
-    def misplaced(self) -> tuple[GradientTransformation, ...]:
-        """A link with a learning rate, and one behind it that takes gradients; empty if there are none."""
-        return next((links for links in (part.misplaced for part in self.parts) if links), ())
-
-    @property
-    def turns_twice(self) -> tuple[GradientTransformation, ...]:
-        """Links in a row that each turn the sign, so that the steps lead uphill; empty if there are none."""
-        return next((links for links in (part.turns_twice for part in self.parts) if links), ())
+        return self.applies_learning_rate or not known
 
     @property
     def acts_per_leaf(self) -> bool:
@@ -196,29 +188,51 @@ class FromFunctions(GradientTransformation):
         return self.step_fn is not None
 
 
-class Direction(GradientTransformation):
+class Checked(GradientTransformation):
+    """A transformation of this package: its arguments are checked, and stored such that it is a value."""
+
+    def __post_init__(self) -> None:
+        seed = partial(seed_of, type(self).__name__)
+        stored: dict[str, Callable[[Any], Any]] = {"mask": freeze, "labels": freeze, "key": seed}
+        for name in stored.keys() & {one.name for one in fields(cast("Any", self))}:
+            object.__setattr__(self, name, stored[name](getattr(self, name)))
+        check_numbers(self)
+
+
+class Link(Checked):
+    """A transformation that keeps a count, and accumulators like the parameters, or nothing.
+
+    Its state is the NamedTuple ``keeps``: ``count`` starts at 0, ``product`` at 1, and all else like the parameters.
+    """
+
+    keeps: ClassVar[Any] = EmptyState
+    initial_accumulator_value: float = 0.0
+
+    def init(self, params: Params) -> Any:
+        def first(name: str) -> Any:
+            if name == "count":
+                return zero_count(params)
+            if name == "product":
+                return torch.ones((), dtype=torch.float64, device=device_of(params))
+            return full_like_tree(params, self.initial_accumulator_value)
+
+        return self.keeps(*map(first, self.keeps._fields))
+
+
+class Direction(Link):
     """A link that makes a direction out of gradients: nothing is left of a learning rate in front of it."""
 
     takes_gradients = True
 
 
-class Stateless(GradientTransformation):
-    """A transformation without state."""
-
-    def init(self, params: Params) -> OptState:
-        return EmptyState()
-
-
-class Optimizer(GradientTransformation):
+class Optimizer(Checked):
     """A transformation whose updates are ready to be added to the parameters."""
 
-    @property
-    def applies_learning_rate(self) -> bool:
-        return True
+    descends = True
 
     @property
-    def descends(self) -> bool:
-        return True
+    def paths(self) -> list[tuple[GradientTransformation, ...]]:
+        return [(self,)]
 
 
 def apply_updates(params: Params, updates: Updates) -> Params:
@@ -328,7 +342,7 @@ def need_steps(name: str, inner: GradientTransformation) -> None:
     )
 
 
-def rate_at(learning_rate: ScalarOrSchedule, count: Tensor) -> float | Tensor:
+def rate_at(learning_rate: ScalarOrSchedule, count: Any) -> float | Tensor:
     """The learning rate at ``count``: a Python number unchanged, anything else as f64[], rounded later per leaf."""
     rate = learning_rate(count) if callable(learning_rate) else learning_rate
     return rate.to(torch.float64) if isinstance(rate, Tensor) else float(rate)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from functional_cg import tree
 from functional_cg.optim.algebra.base import (
+    Checked,
     FrozenTree,
     GradientTransformation,
-    Optimizer,
     OptState,
     Params,
     Rule,
@@ -59,15 +58,9 @@ class chain(GradientTransformation):
         return self.links
 
     @property
-    def turns_twice(self) -> tuple[GradientTransformation, ...]:
-        descending = tuple(link for link in self.links if link.descends)
-        return descending if len(descending) > 1 else super().turns_twice
-
-    @property
-    def misplaced(self) -> tuple[GradientTransformation, ...]:
-        pairs = itertools.combinations(self.links, 2)
-        late = next((pair for pair in pairs if pair[0].descends and pair[1].takes_gradients), ())
-        return late or super().misplaced
+    def paths(self) -> list[tuple[GradientTransformation, ...]]:
+        ways = itertools.product(*(link.paths for link in self.links))
+        return [tuple(itertools.chain(*way)) for way in ways]
 
     def init(self, params: Params) -> OptState:
         return tuple(link.init(params) for link in self.links)
@@ -97,36 +90,6 @@ class chain(GradientTransformation):
         return params, (*heads, last)
 
 
-class Composed(Optimizer):
-    """An optimizer that builds a chain of links from its hyperparameters; its state is the tuple of theirs."""
-
-    def __post_init__(self) -> None:
-        try:
-            chain(*self.links)  # each link checks its own arguments
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{type(self).__name__}: {error}") from None
-
-    @property
-    @abstractmethod
-    def links(self) -> tuple[GradientTransformation, ...]:
-        """The transformations that run in sequence."""
-
-    @property
-    def parts(self) -> tuple[GradientTransformation, ...]:
-        return self.links
-
-    def init(self, params: Params) -> OptState:
-        return chain(*self.links).init(params)
-
-    def update(
-        self, updates: Updates, state: OptState, params: Params | None = None
-    ) -> tuple[Updates, OptState]:
-        return chain(*self.links).update(updates, state, params)
-
-    def rules(self, state: OptState, params: Params) -> Iterator[Rule]:
-        return chain(*self.links).rules(state, params)
-
-
 class MaskedState(NamedTuple):
     """State of :class:`masked`."""
 
@@ -134,7 +97,7 @@ class MaskedState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class masked(GradientTransformation):
+class masked(Checked):
     """Apply ``inner`` where ``mask`` is True and pass the other updates through unchanged.
 
     ``inner`` sees the tree with None in place of the other leaves. Since those pass through unchanged, ``inner`` must
@@ -169,15 +132,15 @@ class masked(GradientTransformation):
             "`adamw(..., mask=...)`; to treat leaves differently, use `partition`, with `set_to_zero()` for frozen "
             "ones.",
         )
-        object.__setattr__(self, "mask", freeze(self.mask))
+        super().__post_init__()
 
     @property
     def parts(self) -> tuple[GradientTransformation, ...]:
         return (self.inner,)
 
     @property
-    def lacks_rate(self) -> GradientTransformation:
-        return self  # what it passes through is as it came
+    def paths(self) -> list[tuple[GradientTransformation, ...]]:
+        return [*self.inner.paths, (self,)]  # what it passes through is as it came
 
     def init(self, params: Params) -> MaskedState:
         flags = resolve_flags(self.mask, params)
@@ -244,10 +207,6 @@ class partition(GradientTransformation):
     @property
     def parts(self) -> tuple[GradientTransformation, ...]:
         return self.transforms.leaves
-
-    @property
-    def lacks_rate(self) -> GradientTransformation | None:
-        return next((part for part in (tx.lacks_rate for tx in self.parts) if part is not None), None)
 
     def _groups(self, params: Params) -> dict[Any, tuple[GradientTransformation, list[bool]]]:
         """Map each label in use to its transformation and to a flag per leaf."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from functional_cg.optim.algebra.base import (
+    Checked,
     GradientTransformation,
     OptState,
     Params,
@@ -18,7 +19,7 @@ from functional_cg.state.flat import ravel, unravel
 
 
 @dataclass(frozen=True)
-class flatten(GradientTransformation):
+class flatten(Checked):
     """Run ``inner`` on all leaves as one vector: a handful of ops, however many leaves there are.
 
     Moments become vectors, with the padding of :func:`functional_cg.state.flat.ravel` between leaves. Elementwise

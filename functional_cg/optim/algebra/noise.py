@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 
 from functional_cg import random, tree
-from functional_cg.optim.algebra.arguments import seed_of
 from functional_cg.optim.algebra.base import (
-    GradientTransformation,
+    Checked,
     OptState,
     Params,
     Scalar,
     Updates,
     device_of,
-    in_range,
     zero_count,
 )
 from functional_cg.optim.algebra.whole import placed_like
@@ -31,7 +29,7 @@ class AddNoiseState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class add_noise(GradientTransformation):
+class add_noise(Checked):
     """Add Gaussian noise of decaying variance: ``u + n``, ``n ~ N(0, eta / (1 + t)^gamma)``, with ``t`` from 0.
 
     Each update folds its number into the key, and each leaf draws from a separate stream. For a sharded leaf, each
@@ -65,11 +63,6 @@ class add_noise(GradientTransformation):
     eta: Scalar
     gamma: Scalar
     key: Tensor | int
-
-    def __post_init__(self) -> None:
-        in_range("add_noise: eta", self.eta)
-        in_range("add_noise: gamma", self.gamma)
-        object.__setattr__(self, "key", seed_of("add_noise", self.key))
 
     acts_per_leaf = True
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Self, overload
+from dataclasses import dataclass, fields
+from typing import Any, Self, cast, overload
 
 import torch
 from torch import Tensor
@@ -47,6 +47,23 @@ class Schedule(metaclass=Documented):
         """The value at ``t``; a float gives a float, f64[] gives f64[]."""
 
 
+class _Checked(Schedule):
+    """A schedule of this package: its arguments are numbers, and lengths and rates of decay are positive."""
+
+    def __post_init__(self) -> None:
+        name, given = (
+            type(self).__name__,
+            {one.name: getattr(self, one.name) for one in fields(cast("Any", self))},
+        )
+        numbers = {key: value for key, value in given.items() if key not in _OTHERS and value is not None}
+        are_numbers(name, **numbers)
+        for key in numbers.keys() & {"transition_steps", "decay_steps", "decay_rate"}:
+            require(numbers[key] > 0, f"{name}: {key} must be positive, got {numbers[key]}")
+
+
+_OTHERS = ("boundaries_and_scales", "staircase")  # arguments that are no numbers
+
+
 def clip(x: Any, low: float, high: float) -> Any:
     return x.clamp(low, high) if isinstance(x, Tensor) else min(max(x, low), high)
 
@@ -70,7 +87,7 @@ def fill(t: Any, value: float) -> Any:
 
 
 @dataclass(frozen=True)
-class constant(Schedule):
+class constant(_Checked):
     """The same value at every count. Source: ``optax.constant_schedule``.
 
     Attributes:
@@ -79,15 +96,12 @@ class constant(Schedule):
 
     constant_value: float
 
-    def __post_init__(self) -> None:
-        are_numbers("constant", constant_value=self.constant_value)
-
     def value(self, t: Any) -> Any:
         return fill(t, self.constant_value)
 
 
 @dataclass(frozen=True)
-class linear(Schedule):
+class linear(_Checked):
     """A straight line from ``init_value`` to ``end_value``, flat before and after.
 
     Source: ``optax.linear_schedule``.
@@ -109,26 +123,13 @@ class linear(Schedule):
     transition_steps: int
     transition_begin: int = 0
 
-    def __post_init__(self) -> None:
-        are_numbers(
-            "linear",
-            init_value=self.init_value,
-            end_value=self.end_value,
-            transition_steps=self.transition_steps,
-            transition_begin=self.transition_begin,
-        )
-        require(
-            self.transition_steps > 0,
-            f"linear: transition_steps must be positive, got {self.transition_steps}",
-        )
-
     def value(self, t: Any) -> Any:
         part = clip((t - self.transition_begin) / self.transition_steps, 0.0, 1.0)
         return self.init_value * (1 - part) + self.end_value * part
 
 
 @dataclass(frozen=True)
-class cosine(Schedule):
+class cosine(_Checked):
     """Cosine decay: half a period from ``init_value`` to ``end_value``, then flat.
 
     ``end + (init - end) (1 + cos(pi t / decay_steps)) / 2``. ``optax.cosine_decay_schedule`` takes
@@ -144,22 +145,13 @@ class cosine(Schedule):
     decay_steps: int
     end_value: float = 0.0
 
-    def __post_init__(self) -> None:
-        are_numbers(
-            "cosine",
-            init_value=self.init_value,
-            decay_steps=self.decay_steps,
-            end_value=self.end_value,
-        )
-        require(self.decay_steps > 0, f"cosine: decay_steps must be positive, got {self.decay_steps}")
-
     def value(self, t: Any) -> Any:
         part = (1 + cos(math.pi * clip(t / self.decay_steps, 0.0, 1.0))) / 2
         return self.init_value * part + self.end_value * (1 - part)
 
 
 @dataclass(frozen=True)
-class warmup_cosine(Schedule):
+class warmup_cosine(_Checked):
     """Linear warmup from ``init_value`` to ``peak_value``, then cosine decay to ``end_value``.
 
     ``decay_steps`` includes the warmup: the end value is reached at ``count = decay_steps``. With the default
@@ -189,14 +181,7 @@ class warmup_cosine(Schedule):
     init_value: float = 0.0
 
     def __post_init__(self) -> None:
-        are_numbers(
-            "warmup_cosine",
-            init_value=self.init_value,
-            peak_value=self.peak_value,
-            warmup_steps=self.warmup_steps,
-            decay_steps=self.decay_steps,
-            end_value=self.end_value,
-        )
+        super().__post_init__()
         require(
             self.warmup_steps >= 0,
             f"warmup_cosine: warmup_steps must not be negative, got {self.warmup_steps}",
@@ -219,7 +204,7 @@ class warmup_cosine(Schedule):
 
 
 @dataclass(frozen=True)
-class piecewise_constant(Schedule):
+class piecewise_constant(_Checked):
     """Start at ``init_value`` and multiply by a scale at each boundary.
 
     A scale takes effect at ``count = boundary``. Source: ``optax.piecewise_constant_schedule``.
@@ -238,10 +223,7 @@ class piecewise_constant(Schedule):
     boundaries_and_scales: Mapping[int, float] | tuple[tuple[int, float], ...]
 
     def __post_init__(self) -> None:
-        are_numbers(
-            "piecewise_constant",
-            init_value=self.init_value,
-        )
+        super().__post_init__()
         pairs = tuple(sorted(dict(self.boundaries_and_scales).items()))
         object.__setattr__(self, "boundaries_and_scales", pairs)
 
@@ -253,7 +235,7 @@ class piecewise_constant(Schedule):
 
 
 @dataclass(frozen=True)
-class exponential(Schedule):
+class exponential(_Checked):
     """Decay by ``decay_rate`` every ``transition_steps``: ``init_value * decay_rate^(t / transition_steps)``.
 
     Source: ``optax.exponential_decay``.
@@ -276,21 +258,6 @@ class exponential(Schedule):
     decay_rate: float
     staircase: bool = False
     end_value: float | None = None
-
-    def __post_init__(self) -> None:
-        are_numbers(
-            "exponential",
-            init_value=self.init_value,
-            transition_steps=self.transition_steps,
-            decay_rate=self.decay_rate,
-        )
-        require(
-            self.transition_steps > 0,
-            f"exponential: transition_steps must be positive, got {self.transition_steps}",
-        )
-        if self.end_value is not None:
-            are_numbers("exponential", end_value=self.end_value)
-        require(self.decay_rate > 0, f"exponential: decay_rate must be positive, got {self.decay_rate}")
 
     def value(self, t: Any) -> Any:
         exponent = t / self.transition_steps

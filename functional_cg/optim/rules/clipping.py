@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functional_cg import tree
 from functional_cg.optim.algebra.arithmetic import leaf_norms
-from functional_cg.optim.algebra.base import OptState, Params, Scalar, Stateless, Updates, positive
+from functional_cg.optim.algebra.base import Link, OptState, Params, Scalar, Updates
 from functional_cg.optim.rules import fused as _fused
 
 
@@ -39,7 +39,7 @@ def global_norm(updates: Updates) -> Tensor:
 
 
 @dataclass(frozen=True)
-class clip_by_global_norm(Stateless):
+class clip_by_global_norm(Link):
     """Clip the global norm to ``max_norm``: scale all leaves by ``max_norm / max(norm, max_norm)``.
 
     Norm and factor stay on the device; see :func:`global_norm` for how the norm is accumulated. The factor is
@@ -58,9 +58,6 @@ class clip_by_global_norm(Stateless):
     """
 
     max_norm: Scalar
-
-    def __post_init__(self) -> None:
-        positive("clip_by_global_norm: max_norm", self.max_norm)
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None

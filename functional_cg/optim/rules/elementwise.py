@@ -1,11 +1,13 @@
-"""Elementwise optimizers without a step count: RMSprop, Adadelta and Lion."""
+"""Elementwise optimizers without a step count: SGD, Adagrad, RMSprop, Adadelta and Lion."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from functional_cg import tree
 from functional_cg.optim.algebra.arithmetic import averaged, squared
@@ -16,13 +18,126 @@ from functional_cg.optim.algebra.base import (
     Scalar,
     ScalarOrSchedule,
     Updates,
-    freeze,
     full_like_tree,
-    in_range,
+    require,
     shared,
 )
-from functional_cg.optim.algebra.combine import Composed
 from functional_cg.optim.algebra.links import Mask, add_decayed_weights, scale_by_learning_rate, trace
+from functional_cg.optim.rules.aliases import Alias, Fused
+
+
+@dataclass(frozen=True)
+class sgd(Fused):
+    r"""Stochastic gradient descent: ``t <- momentum * t + g``, ``p <- p - learning_rate * t``.
+
+    With ``nesterov``, ``p <- p - learning_rate * (g + momentum * t)``. For L2 regularization, put
+    ``add_decayed_weights`` before it in a ``chain``. ``step`` runs ``aten._fused_sgd``.
+
+    Source: ``torch.optim.SGD``, ``optax.sgd``; Sutskever et al. 2013.
+
+    Attributes:
+      learning_rate: Number, f32[], or schedule.
+      momentum: In [0, 1).
+      nesterov: Look one step ahead; needs momentum.
+
+    Example:
+      >>> import torch
+      >>> from functional_cg import optim
+      >>> params = {"w": torch.tensor([1.0, 2.0])}
+      >>> optimizer = optim.sgd(0.1)
+      >>> state = optimizer.init(params)
+      >>> optimizer.step({"w": torch.tensor([1.0, -1.0])}, state, params)[0]
+      {'w': tensor([0.9000, 2.1000])}
+    """
+
+    learning_rate: ScalarOrSchedule
+    momentum: Scalar = 0.0
+    nesterov: bool = False
+
+    packet = torch.ops.aten._fused_sgd
+    names = MappingProxyType({"momentum": "momentum", "nesterov": "nesterov"})
+    # A trace of zeros replaces `is_first_step`, a Python bool that a capture would freeze.
+    constants = MappingProxyType({"dampening": 0.0, "is_first_step": False})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(not self.nesterov or _moves(self.momentum), "sgd: nesterov=True needs momentum above 0")
+
+    @property
+    def links(self) -> tuple[GradientTransformation, ...]:
+        moving = (trace(self.momentum, self.nesterov),) if _moves(self.momentum) else ()
+        return *moving, scale_by_learning_rate(self.learning_rate)
+
+
+def _moves(momentum: Scalar) -> bool:
+    """Whether a momentum needs a trace: it is not the number 0."""
+    return isinstance(momentum, Tensor) or momentum != 0
+
+
+class ScaleByRssState(NamedTuple):
+    """State of :class:`scale_by_rss`."""
+
+    count: Tensor  # type: ignore[assignment]  # i64[], updates so far
+    sum_of_squares: Updates  # like params
+
+
+@dataclass(frozen=True)
+class scale_by_rss(Direction):
+    """Scale by the root of the sum of squared updates: ``s <- s + u^2``, giving ``u / (sqrt(s) + eps)``.
+
+    ``eps`` is outside the root and ``s`` starts at 0, as in ``torch.optim.Adagrad``; ``optax.scale_by_rss`` has it
+    inside and starts at 0.1.
+
+    Attributes:
+      initial_accumulator_value: Initial value of the sums.
+      eps: Added outside the root.
+    """
+
+    initial_accumulator_value: float = 0.0
+    eps: Scalar = 1e-10
+
+    keeps = ScaleByRssState
+
+    def update(
+        self, updates: Updates, state: ScaleByRssState, params: Params | None = None
+    ) -> tuple[Updates, ScaleByRssState]:
+        sums = tree.map(lambda s, u: s + u * u, state.sum_of_squares, updates)
+        eps = shared(self.eps)
+        out = tree.map(lambda s, u: u / (s.sqrt() + eps(s)), sums, updates)
+        return out, ScaleByRssState(state.count + 1, sums)
+
+
+@dataclass(frozen=True)
+class adagrad(Fused):
+    r"""Adagrad: ``s <- s + g^2``, ``p <- p - learning_rate * g / (sqrt(s) + eps)``.
+
+    ``eps`` and the initial ``s`` are those of torch; ``optax.adagrad`` starts at 0.1 with ``eps=1e-7`` inside of
+    the root. ``step`` runs ``aten._fused_adagrad``.
+
+    Source: Duchi et al. 2011; ``torch.optim.Adagrad``.
+
+    Attributes:
+      learning_rate: Number, f32[], or schedule.
+      initial_accumulator_value: Initial value of the sums.
+      eps: Added outside the root.
+
+    Example:
+      >>> import torch
+      >>> from functional_cg import optim
+      >>> params = {"w": torch.tensor([1.0, 2.0])}
+      >>> optimizer = optim.adagrad(0.1)
+      >>> optimizer.step({"w": torch.tensor([3.0, -3.0])}, optimizer.init(params), params)[0]
+      {'w': tensor([0.9000, 2.1000])}
+    """
+
+    learning_rate: ScalarOrSchedule
+    initial_accumulator_value: float = 0.0
+    eps: Scalar = 1e-10
+
+    rule = (scale_by_rss,)
+    packet = torch.ops.aten._fused_adagrad
+    names = MappingProxyType({"eps": "eps"})
+    constants = MappingProxyType({"lr_decay": 0.0})
 
 
 class ScaleByRmsState(NamedTuple):
@@ -61,10 +176,6 @@ class scale_by_rms(Direction):
     eps: Scalar = 1e-8
     centered: bool = False
 
-    def __post_init__(self) -> None:
-        in_range("scale_by_rms: decay", self.decay, below=1.0)
-        in_range("scale_by_rms: eps", self.eps)
-
     def init(self, params: Params) -> ScaleByRmsState:
         return ScaleByRmsState(full_like_tree(params), full_like_tree(params) if self.centered else None)
 
@@ -82,7 +193,7 @@ class scale_by_rms(Direction):
 
 
 @dataclass(frozen=True)
-class rmsprop(Composed):
+class rmsprop(Alias):
     """RMSprop: ``scale_by_rms``, then momentum, then the learning rate.
 
     State: that of ``scale_by_rms``; a trace like params with momentum; count i64[] for a schedule.
@@ -113,15 +224,10 @@ class rmsprop(Composed):
     momentum: Scalar = 0.0
     centered: bool = False
 
-    def __post_init__(self) -> None:
-        in_range("rmsprop: momentum", self.momentum, below=1.0)
-        super().__post_init__()
-
     @property
     def links(self) -> tuple[GradientTransformation, ...]:
         rms = scale_by_rms(self.decay, self.eps, self.centered)
-        still = isinstance(self.momentum, (int, float)) and self.momentum == 0
-        moving = () if still else (trace(self.momentum),)
+        moving = (trace(self.momentum),) if _moves(self.momentum) else ()
         return rms, *moving, scale_by_learning_rate(self.learning_rate)
 
 
@@ -160,12 +266,7 @@ class scale_by_adadelta(Direction):
     decay: Scalar = 0.9
     eps: Scalar = 1e-6
 
-    def __post_init__(self) -> None:
-        in_range("scale_by_adadelta: decay", self.decay, below=1.0)
-        in_range("scale_by_adadelta: eps", self.eps)
-
-    def init(self, params: Params) -> ScaleByAdadeltaState:
-        return ScaleByAdadeltaState(full_like_tree(params), full_like_tree(params))
+    keeps = ScaleByAdadeltaState
 
     def update(
         self, updates: Updates, state: ScaleByAdadeltaState, params: Params | None = None
@@ -179,7 +280,7 @@ class scale_by_adadelta(Direction):
 
 
 @dataclass(frozen=True)
-class adadelta(Composed):
+class adadelta(Alias):
     """Adadelta: ``scale_by_adadelta``, then the learning rate, which is 1 in the paper.
 
     State: that of ``scale_by_adadelta``; count i64[] for a schedule.
@@ -206,9 +307,7 @@ class adadelta(Composed):
     decay: Scalar = 0.9
     eps: Scalar = 1e-6
 
-    @property
-    def links(self) -> tuple[GradientTransformation, ...]:
-        return scale_by_adadelta(self.decay, self.eps), scale_by_learning_rate(self.learning_rate)
+    rule = (scale_by_adadelta,)
 
 
 class ScaleByLionState(NamedTuple):
@@ -242,12 +341,7 @@ class scale_by_lion(Direction):
     b1: Scalar = 0.9
     b2: Scalar = 0.99
 
-    def __post_init__(self) -> None:
-        in_range("scale_by_lion: b1", self.b1, below=1.0)
-        in_range("scale_by_lion: b2", self.b2, below=1.0)
-
-    def init(self, params: Params) -> ScaleByLionState:
-        return ScaleByLionState(full_like_tree(params))
+    keeps = ScaleByLionState
 
     def update(
         self, updates: Updates, state: ScaleByLionState, params: Params | None = None
@@ -257,7 +351,7 @@ class scale_by_lion(Direction):
 
 
 @dataclass(frozen=True)
-class lion(Composed):
+class lion(Alias):
     """Lion: ``p <- p - learning_rate * (sign(b1 mu + (1 - b1) g) + weight_decay * p)``; see ``scale_by_lion``.
 
     Every element moves by the learning rate: choose one 3 to 10 times smaller than for AdamW, and a weight decay
@@ -291,11 +385,4 @@ class lion(Composed):
     weight_decay: Scalar = field(kw_only=True)
     mask: Mask = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "mask", freeze(self.mask))
-        super().__post_init__()
-
-    @property
-    def links(self) -> tuple[GradientTransformation, ...]:
-        decayed = add_decayed_weights(self.weight_decay, self.mask)
-        return scale_by_lion(self.b1, self.b2), decayed, scale_by_learning_rate(self.learning_rate)
+    rule = (scale_by_lion, add_decayed_weights)

@@ -16,20 +16,16 @@ from functional_cg.optim.algebra.arithmetic import averaged, norm, where_selecte
 from functional_cg.optim.algebra.base import (
     Direction,
     GradientTransformation,
+    Link,
     Optimizer,
     OptState,
     Params,
     Scalar,
     ScalarOrSchedule,
-    Stateless,
     Updates,
-    freeze,
     full_like_tree,
-    in_range,
     need_params,
-    positive,
     rate_at,
-    rate_in_range,
     require,
     shared,
     zero_count,
@@ -78,11 +74,6 @@ class scale_by_factored_rms(Direction):
 
     decay_rate: Scalar = 0.8
     eps: float | None = None
-
-    def __post_init__(self) -> None:
-        in_range("scale_by_factored_rms: decay_rate", self.decay_rate)
-        if self.eps is not None:
-            in_range("scale_by_factored_rms: eps", self.eps)
 
     acts_per_leaf = True
 
@@ -143,7 +134,7 @@ def root_mean_square(leaf: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class clip_by_rms(Stateless):
+class clip_by_rms(Link):
     """Clip each leaf to a root mean square of ``threshold``: ``u / max(1, rms(u) / threshold)``.
 
     Source: Shazeer and Stern 2018; ``optax.clip_by_block_rms``.
@@ -162,9 +153,6 @@ class clip_by_rms(Stateless):
 
     threshold: Scalar
 
-    def __post_init__(self) -> None:
-        positive("clip_by_rms: threshold", self.threshold)
-
     acts_per_leaf = True
 
     def update(
@@ -180,7 +168,7 @@ class clip_by_rms(Stateless):
 
 
 @dataclass(frozen=True)
-class scale_by_param_rms(Stateless):
+class scale_by_param_rms(Link):
     """Scale each leaf by the root mean square of its parameter, or by ``min_scale`` if that is larger.
 
     Source: Shazeer and Stern 2018; ``optax.scale_by_param_block_rms``.
@@ -199,9 +187,6 @@ class scale_by_param_rms(Stateless):
     """
 
     min_scale: Scalar = 1e-3
-
-    def __post_init__(self) -> None:
-        in_range("scale_by_param_rms: min_scale", self.min_scale)
 
     acts_per_leaf = True
 
@@ -257,11 +242,7 @@ class adafactor(Optimizer):
     mask: Mask = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        rate_in_range("adafactor: learning_rate", self.learning_rate)
-        in_range("adafactor: weight_decay", self.weight_decay)
-        in_range("adafactor: clipping_threshold", self.clipping_threshold)
-        object.__setattr__(self, "mask", freeze(self.mask))
-        in_range("adafactor: decay_rate", self.decay_rate)
+        super().__post_init__()
         pair = isinstance(self.eps, (tuple, list)) and len(self.eps) == 2
         require(pair, f"adafactor: eps is a pair, got {self.eps!r}")
         object.__setattr__(self, "eps", tuple(self.eps))

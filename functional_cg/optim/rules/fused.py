@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-aten = torch.ops.aten
+from functional_cg import tree
+from functional_cg.optim.algebra.fitting import refuse_unlike
 
 BUCKET_BYTES = 4 * 2**20  # a kernel on this much runs as long as ten launches cost
 
@@ -121,101 +122,36 @@ def with_rate(
     return [p + rate * (w - p) for p, w in zip(params, whole, strict=True)], *map(list, rest)
 
 
-def adam(
-    packet: Any,
-    columns: Columns,
-    *,
-    lr: Scalar,
-    count: Tensor,
-    b1: Scalar,
-    b2: Scalar,
-    eps: Scalar,
-    weight_decay: Scalar,
+def run(
+    packet: Any, columns: Columns, *, lr: Scalar, count: Tensor | None, **numbers: Any
 ) -> tuple[list[Tensor], ...]:
-    """``_fused_adam`` or ``_fused_adamw`` over (params, grads, mu, nu) -> (params, mu, nu).
+    """Run a fused op over (params, grads, moments...) -> (params, moments...).
 
-    ``count`` is the number of this step, from 1. The op only reads ``state_steps``, so one f32[] serves all leaves.
+    ``count`` is the number of this step, from 1; None for an op that takes none. The op only reads
+    ``state_steps``, so one f32[] serves all leaves.
     """
+    names = [one.name for one in packet.default._schema.arguments if not one.kwarg_only]
 
     def call(columns: Columns, lr: Scalar) -> Any:
-        params, grads, mu, nu = columns
-        steps = [beside(count, params[0]).to(torch.float32)] * len(params)
-        out = overload(packet, lr)(
-            params,
-            grads,
-            mu,
-            nu,
-            [],
-            steps,
-            lr=lr,
-            beta1=b1,
-            beta2=b2,
-            weight_decay=weight_decay,
-            eps=eps,
-            amsgrad=False,
-            maximize=False,
-        )
-        return out[0], out[2], out[3]
+        leaf = columns[0][0]
+        if packet is torch.ops.aten._fused_sgd and leaf.device.type == "cpu" and leaf.dtype.itemsize < 4:
+            # torch's op (2.11, 2.13) skips all but a leaf's last few 16-bit elements there.
+            wide = call([[one.float() for one in column] for column in columns], lr)
+            return [[one.to(leaf.dtype) for one in column] for column in wide]
+        steps = [] if count is None else [beside(count, leaf).to(torch.float32)] * len(columns[0])
+        rest = [steps if name == "state_steps" else [] for name in names[len(columns) :]]
+        out = overload(packet, lr)(*columns, *rest, lr=lr, maximize=False, **numbers)
+        return out[0], *out[2 : len(columns)]
 
     return with_rate(call, align(columns), lr)
 
 
-def sgd(columns: Columns, *, lr: Scalar, momentum: Scalar, nesterov: bool) -> tuple[list[Tensor], ...]:
-    """``_fused_sgd`` over (params, grads[, trace]) -> (params[, trace]).
-
-    A zero-initialized trace replaces ``is_first_step``, a Python bool that a capture would freeze.
-    """
-
-    def call(columns: Columns, lr: Scalar) -> Any:
-        params, grads, *trace = columns
-        if params[0].device.type == "cpu" and params[0].dtype in (torch.bfloat16, torch.float16):
-            return _sgd_in_half(params, grads, trace, lr, momentum, nesterov=nesterov)
-        out = overload(aten._fused_sgd, lr)(
-            params,
-            grads,
-            trace[0] if trace else [],
-            weight_decay=0.0,
-            momentum=momentum,
-            lr=lr,
-            dampening=0.0,
-            nesterov=nesterov,
-            maximize=False,
-            is_first_step=False,
-        )
-        return (out[0], out[2]) if trace else (out[0],)
-
-    return with_rate(call, align(columns), lr)
-
-
-def _sgd_in_half(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    trace: Sequence[Sequence[Tensor]],
-    lr: Scalar,
-    momentum: Scalar,
-    *,
-    nesterov: bool,
-) -> tuple[list[Tensor], ...]:
-    """The unfused formula: on a CPU, torch's op (2.11, 2.13) skips all but a leaf's last few 16-bit elements."""
-    news, buffers = [], []
-    for i, (p, g) in enumerate(zip(params, grads, strict=True)):
-        direction = g.float()
-        if trace:
-            buffers.append((momentum * trace[0][i].float() + direction).to(p.dtype))
-            direction = direction + momentum * buffers[-1].float() if nesterov else buffers[-1].float()
-        news.append((p.float() - lr * direction).to(p.dtype))
-    return (news, buffers) if trace else (news,)
-
-
-def adagrad(columns: Columns, *, lr: Scalar, count: Tensor, eps: Scalar) -> tuple[list[Tensor], ...]:
-    """``_fused_adagrad`` over (params, grads, sums) -> (params, sums)."""
-
-    def call(columns: Columns, lr: Scalar) -> Any:
-        params, grads, sums = columns
-        steps = [beside(count, params[0]).to(torch.float32)] * len(params)
-        out = overload(aten._fused_adagrad, lr)(
-            params, grads, sums, steps, lr=lr, lr_decay=0.0, weight_decay=0.0, eps=eps, maximize=False
-        )
-        return out[0], out[2]
-
-    return with_rate(call, align(columns), lr)
+def run_on_trees(call: Any, trees: list[Any], tags: list[Any] | None = None) -> list[Any]:
+    """Run a fused op over trees of equal structure (params, grads, moments...); return all but the grads."""
+    refuse_unlike(trees[0], trees[1])
+    treedef = tree.flatten(trees[0])[1]
+    columns = [tree.leaves(one) for one in trees]
+    if any(p.dtype != g.dtype for p, g in zip(*columns[:2], strict=True)):
+        call, tags = converting(call, columns, tags)
+    results = per_group(call, columns, tags) if columns[0] else [[] for _ in range(len(trees) - 1)]
+    return [tree.unflatten(treedef, column) for column in results]

@@ -9,17 +9,14 @@ import torch
 from torch import Tensor
 
 from functional_cg import tree
-from functional_cg.optim.algebra import base
 from functional_cg.optim.algebra.arithmetic import norm
 from functional_cg.optim.algebra.base import (
+    Link,
     OptState,
     Params,
     Scalar,
-    Stateless,
     Updates,
-    in_range,
     need_params,
-    positive,
     shared,
 )
 from functional_cg.optim.algebra.selection import resolve_flags
@@ -27,7 +24,7 @@ from functional_cg.optim.algebra.whole import placed_like, whole
 
 
 @dataclass(frozen=True)
-class clip_by_value(Stateless):
+class clip_by_value(Link):
     """Clip every element: ``min(max(u, -max_delta), max_delta)``.
 
     Source: ``optax.clip``; ``torch.nn.utils.clip_grad_value_``.
@@ -46,9 +43,6 @@ class clip_by_value(Stateless):
 
     max_delta: Scalar
 
-    def __post_init__(self) -> None:
-        positive("clip_by_value: max_delta", self.max_delta)
-
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None
     ) -> tuple[Updates, OptState]:
@@ -57,7 +51,7 @@ class clip_by_value(Stateless):
 
 
 @dataclass(frozen=True)
-class clip_by_norm(Stateless):
+class clip_by_norm(Link):
     """Clip each leaf to a norm of ``max_norm``: ``u max_norm / max(|u|, max_norm)``.
 
     Source: Pascanu et al. 2013, leaf by leaf. ``clip_by_global_norm`` preserves the joint direction.
@@ -75,9 +69,6 @@ class clip_by_norm(Stateless):
     """
 
     max_norm: Scalar
-
-    def __post_init__(self) -> None:
-        positive("clip_by_norm: max_norm", self.max_norm)
 
     acts_per_leaf = True
 
@@ -103,7 +94,7 @@ def _inputs(leaf: Tensor) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class adaptive_clip(Stateless):
+class adaptive_clip(Link):
     """Clip each unit to a fraction of its parameter's norm: ``u min(1, clipping max(|p|, eps) / |u|)``.
 
     A unit is a row: the part of a leaf ``[out, ...]`` that computes one output, as in ``torch.nn.Linear``; a vector
@@ -131,10 +122,6 @@ class adaptive_clip(Stateless):
     clipping: Scalar
     eps: Scalar = 1e-3
 
-    def __post_init__(self) -> None:
-        positive("adaptive_clip: clipping", self.clipping)
-        in_range("adaptive_clip: eps", self.eps)
-
     acts_per_leaf = True
 
     def update(
@@ -154,7 +141,7 @@ class adaptive_clip(Stateless):
 
 
 @dataclass(frozen=True)
-class centralize(Stateless):
+class centralize(Link):
     """Subtract the mean of each row: ``u - mean(u)`` over all dimensions but the first.
 
     Vectors and scalars pass unchanged.
@@ -184,7 +171,7 @@ class centralize(Stateless):
 
 
 @dataclass(frozen=True)
-class freeze(Stateless):
+class freeze(Link):
     """Zero the updates where ``mask`` is True; use as the last link of a chain, so that nothing decays either.
 
     Frozen leaves still have state; ``partition`` with ``set_to_zero`` keeps none.
@@ -205,9 +192,6 @@ class freeze(Stateless):
     """
 
     mask: Any
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "mask", base.freeze(self.mask))
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None

@@ -20,21 +20,18 @@ from functional_cg.optim.algebra.base import (
     Params,
     Scalar,
     ScalarOrSchedule,
-    Stateless,
     Updates,
-    freeze,
     full_like_tree,
-    in_range,
     need_params,
     shared,
     zero_count,
 )
-from functional_cg.optim.algebra.combine import Composed
 from functional_cg.optim.algebra.links import Mask, add_decayed_weights, scale_by_learning_rate, trace
+from functional_cg.optim.rules.aliases import Alias
 
 
 @dataclass(frozen=True)
-class scale_by_lars(Direction, Stateless):
+class scale_by_lars(Direction):
     """Add weight decay, then scale to the parameter norm.
 
     Computes ``trust |p| / (|u| + weight_decay |p| + eps) (u + weight_decay p)``. Where either norm is 0, updates pass
@@ -65,11 +62,6 @@ class scale_by_lars(Direction, Stateless):
     eps: Scalar = 1e-8
     mask: Mask = None
 
-    def __post_init__(self) -> None:
-        for name in ("weight_decay", "trust_coefficient", "eps"):
-            in_range(f"scale_by_lars: {name}", getattr(self, name))
-        object.__setattr__(self, "mask", freeze(self.mask))
-
     acts_per_leaf = True
 
     def update(
@@ -89,7 +81,7 @@ class scale_by_lars(Direction, Stateless):
 
 
 @dataclass(frozen=True)
-class lars(Composed):
+class lars(Alias):
     """LARS: momentum on gradients scaled to their parameter's norm; see ``scale_by_lars``.
 
     State: a trace like params; count i64[] for a schedule.
@@ -124,15 +116,10 @@ class lars(Composed):
     weight_decay: Scalar = field(kw_only=True)
     mask: Mask = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
-        in_range("lars: momentum", self.momentum, below=1.0)
-        object.__setattr__(self, "mask", freeze(self.mask))
-        super().__post_init__()
-
     @property
     def links(self) -> tuple[GradientTransformation, ...]:
-        scaled = scale_by_lars(self.weight_decay, self.trust_coefficient, self.eps, self.mask)
-        return scaled, trace(self.momentum, self.nesterov), scale_by_learning_rate(self.learning_rate)
+        moving = trace(self.momentum, self.nesterov)
+        return self._made(scale_by_lars), moving, scale_by_learning_rate(self.learning_rate)
 
 
 class ScaleByNovogradState(NamedTuple):
@@ -169,10 +156,6 @@ class scale_by_novograd(Direction):
     b2: Scalar = 0.98
     eps: Scalar = 1e-8
 
-    def __post_init__(self) -> None:
-        in_range("scale_by_novograd: b2", self.b2, below=1.0)
-        in_range("scale_by_novograd: eps", self.eps)
-
     acts_per_leaf = True
 
     def init(self, params: Params) -> ScaleByNovogradState:
@@ -200,7 +183,7 @@ class scale_by_novograd(Direction):
 
 
 @dataclass(frozen=True)
-class novograd(Composed):
+class novograd(Alias):
     """NovoGrad: gradients divided by their running norm, plus weight decay, with momentum; see ``scale_by_novograd``.
 
     ``t <- b1 t + g / (sqrt(nu) + eps) + weight_decay p``, ``p <- p - learning_rate t``.
@@ -235,13 +218,7 @@ class novograd(Composed):
     weight_decay: Scalar = field(default=0.0, kw_only=True)
     mask: Mask = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
-        in_range("novograd: b1", self.b1, below=1.0)
-        object.__setattr__(self, "mask", freeze(self.mask))
-        super().__post_init__()
-
     @property
     def links(self) -> tuple[GradientTransformation, ...]:
-        decayed = add_decayed_weights(self.weight_decay, self.mask)
-        scaled = scale_by_novograd(self.b2, self.eps)
+        scaled, decayed = map(self._made, (scale_by_novograd, add_decayed_weights))
         return scaled, decayed, trace(self.b1), scale_by_learning_rate(self.learning_rate)

@@ -5,7 +5,6 @@ A sharded leaf is gathered for its matrix products, and the result is sharded ag
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,24 +17,18 @@ from functional_cg.optim.algebra.arithmetic import averaged
 from functional_cg.optim.algebra.base import (
     Direction,
     GradientTransformation,
-    Optimizer,
-    OptState,
     Params,
-    Rule,
     Scalar,
     ScalarOrSchedule,
     StepFn,
     Updates,
-    freeze,
-    full_like_tree,
-    in_range,
-    rate_in_range,
     require,
 )
 from functional_cg.optim.algebra.combine import chain, partition
 from functional_cg.optim.algebra.links import TraceState, add_decayed_weights, scale_by_learning_rate
 from functional_cg.optim.algebra.whole import placed_like, whole
-from functional_cg.optim.rules.aliases import adamw
+from functional_cg.optim.rules.adam import adamw
+from functional_cg.optim.rules.aliases import Alias
 
 # From torch.optim.Muon, by Keller Jordan: steepest at 0, where singular values start.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -108,15 +101,14 @@ class scale_by_muon(Direction):
     eps: float = 1e-7
 
     def __post_init__(self) -> None:
-        in_range("scale_by_muon: momentum", self.momentum, below=1.0)
-        in_range("scale_by_muon: eps", self.eps)
-        require(isinstance(self.ns_steps, int), f"scale_by_muon: ns_steps is a count, got {self.ns_steps!r}")
+        super().__post_init__()
         object.__setattr__(self, "ns_coefficients", tuple(self.ns_coefficients))
         require(len(self.ns_coefficients) == 3, "scale_by_muon: ns_coefficients are three numbers")
 
     acts_per_leaf = True
+    keeps = TraceState
 
-    def init(self, params: Params) -> TraceState:
+    def init(self, params: Params) -> Any:
         flat, _ = tree.flatten_with_path(params)
         rows = [f"params{tree.path_string(path)}  got {list(x.shape)}" for path, x in flat if x.dim() != 2]
         if rows:
@@ -126,7 +118,7 @@ class scale_by_muon(Direction):
                 rows=rows,
                 fix='`optim.muon(...)` gives them to AdamW; its `labels` say "muon" or "adamw" for each leaf.',
             )
-        return TraceState(full_like_tree(params))
+        return super().init(params)
 
     def update(
         self, updates: Updates, state: TraceState, params: Params | None = None
@@ -151,7 +143,7 @@ def _matrices(params: Params) -> Any:
 
 
 @dataclass(frozen=True)
-class muon(Optimizer):
+class muon(Alias):
     """Muon for matrices and AdamW for all other leaves.
 
     ``p <- p - learning_rate * (u + weight_decay * p)`` with the ``u`` of ``scale_by_muon``. Embeddings and the last
@@ -195,42 +187,17 @@ class muon(Optimizer):
     adamw_learning_rate: ScalarOrSchedule | None = field(default=None, kw_only=True)
     labels: Any = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
-        rate_in_range("muon: learning_rate", self.learning_rate)
-        in_range("muon: momentum", self.momentum, below=1.0)
-        in_range("muon: weight_decay", self.weight_decay)
-        require(isinstance(self.ns_steps, int), f"muon: ns_steps is a count, got {self.ns_steps!r}")
-        if self.adamw_learning_rate is not None:
-            rate_in_range("muon: adamw_learning_rate", self.adamw_learning_rate)
-        object.__setattr__(self, "labels", freeze(self.labels))
-
     @property
-    def _parted(self) -> partition:
-        orthogonal = scale_by_muon(
-            self.momentum, self.nesterov, self.match_rms, self.ns_steps, ns_dtype=self.ns_dtype
-        )
-        rest = self.learning_rate if self.adamw_learning_rate is None else self.adamw_learning_rate
-        own = chain(
-            orthogonal, add_decayed_weights(self.weight_decay), scale_by_learning_rate(self.learning_rate)
-        )
-        others = adamw(rest, weight_decay=self.weight_decay)
-        return partition({"muon": own, "adamw": others}, _matrices if self.labels is None else self.labels)
-
-    @property
-    def parts(self) -> tuple[GradientTransformation, ...]:
-        return (self._parted,)
-
-    def init(self, params: Params) -> OptState:
-        return self._parted.init(params)
-
-    def update(
-        self, updates: Updates, state: OptState, params: Params | None = None
-    ) -> tuple[Updates, OptState]:
-        return self._parted.update(updates, state, params)
-
-    def rules(self, state: OptState, params: Params) -> Iterator[Rule]:
-        return self._parted.rules(state, params)
+    def links(self) -> tuple[GradientTransformation, ...]:
+        rate = self.learning_rate
+        decayed = (add_decayed_weights(self.weight_decay), scale_by_learning_rate(rate))
+        rest = rate if self.adamw_learning_rate is None else self.adamw_learning_rate
+        parted = {
+            "muon": chain(self._made(scale_by_muon), *decayed),
+            "adamw": adamw(rest, weight_decay=self.weight_decay),
+        }
+        return (partition(parted, _matrices if self.labels is None else self.labels),)
 
     @property
     def step(self) -> StepFn | None:
-        return self._parted.step
+        return chain(*self.links).step

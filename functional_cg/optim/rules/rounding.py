@@ -8,7 +8,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from functional_cg import random, tree
-from functional_cg.optim.algebra.arguments import seed_of
 from functional_cg.optim.algebra.base import (
     OptState,
     Params,
@@ -68,10 +67,6 @@ class stochastic_rounding(Around):
     """
 
     key: Tensor | int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "key", seed_of("stochastic_rounding", self.key))
-        super().__post_init__()
 
     acts_per_leaf = True
 

@@ -24,9 +24,7 @@ from functional_cg.optim.algebra.base import (
     in_range,
     need_params,
     need_steps,
-    positive,
     rate_at,
-    rate_in_range,
     require,
     shared,
     step_or_update,
@@ -56,10 +54,15 @@ class Around(Optimizer):
 
     def __post_init__(self) -> None:
         need_steps(type(self).__name__, self.inner)
+        super().__post_init__()
 
     @property
     def parts(self) -> tuple[GradientTransformation, ...]:
         return (self.inner,)
+
+    @property
+    def paths(self) -> list[tuple[GradientTransformation, ...]]:
+        return self.inner.paths
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None
@@ -126,12 +129,11 @@ class lookahead(Around):
             isinstance(self.sync_period, int) and self.sync_period >= 1,
             f"lookahead: sync_period must be a positive int, got {self.sync_period!r}",
         )
-        in_range("lookahead: slow_step_size", self.slow_step_size)
+        super().__post_init__()
         require(
             isinstance(self.slow_step_size, Tensor) or self.slow_step_size <= 1,
             f"lookahead: slow_step_size must be in [0, 1], got {self.slow_step_size!r}",
         )
-        super().__post_init__()
 
     def init(self, params: Params) -> LookaheadState:
         return LookaheadState(zero_count(params), tree.map(torch.clone, params), self.inner.init(params))
@@ -210,10 +212,8 @@ class schedule_free(Around):
     weight_lr_power: float = 2.0
 
     def __post_init__(self) -> None:
-        rate_in_range("schedule_free: learning_rate", self.learning_rate)
-        positive("schedule_free: b1", self.b1, below=1.0)
-        in_range("schedule_free: weight_lr_power", self.weight_lr_power)
         super().__post_init__()
+        require(isinstance(self.b1, Tensor) or self.b1, "schedule_free: b1 is 0")
 
     def init(self, params: Params) -> ScheduleFreeState:
         count = zero_count(params)

@@ -1,7 +1,4 @@
-"""Generates the table of optimizer classes in README.md: run ``python -m functional_cg.optim.table``.
-
-It needs ``torch_optimizer``, which the rest of the package does not.
-"""
+"""Generates the table of optimizer classes in the page of ``optim``: run ``python -m tests.optimizer_table``."""
 
 from __future__ import annotations
 
@@ -13,10 +10,11 @@ from types import MappingProxyType
 
 import torch
 
+from functional_cg import optim
 from functional_cg.errors import CaptureError
 from functional_cg.optim.adapters.proof import NATIVE, from_torch
 
-MARK = "<!-- made by `python -m functional_cg.optim.table` -->\n"
+MARK = "<!-- made by `python -m tests.optimizer_table` -->\n"
 
 # Transformations in this package that share name and formula with a class; tests compare each with that class.
 BESIDE = MappingProxyType(
@@ -31,7 +29,7 @@ BESIDE = MappingProxyType(
 
 def readme() -> Path:
     """Path of the README with the table."""
-    return Path(__file__).with_name("README.md")
+    return Path(optim.__file__).with_name("README.md")
 
 
 def classes(package: str) -> Iterator[type[torch.optim.Optimizer]]:
