@@ -46,7 +46,6 @@ class InPlacePlan(Plan):
         light = split_light(program) if spread is None and not self._small else set()
         plan = schedule(program, fuse=light)
         _move_lists(plan, light)
-        self._light = {f"{instr.name}.{number}": instr for number, instr in enumerate(plan.fused)}
         lists = [instr for instr in plan.fused if not written_pairs(instr)]
         updates = replace(plan, fused=[instr for instr in plan.fused if instr not in lists])
         self._head, runs = whole(program, updates, lists, None, device, in_place=True, small=self._small)
