@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,7 +28,7 @@ from ...shards.reader import Reader
 from ...shards.tensor import Sharded
 from ...state.arena import BufferSpec
 from ...state.boundary import mesh_of
-from ...tensors.aten import sync_reason, tensors_in, written_arguments
+from ...tensors.aten import map_tensors, sync_reason, tensors_in, written_arguments
 from ...tensors.fake_mode import FakeMode
 from ...tensors.op_table import row_of
 from ...tensors.overlap import storage_key
@@ -64,12 +65,12 @@ class Recorder(TorchDispatchMode):
         self._input_names = recipe.input_names
         self._mode, self._first, self._checkpoint = mode, first, checkpoint
         self._aside, self.copying = follower.aside, follower.copying
-        self._known = Variables(mode)
-        self.blocks = Blocks(self.program, self._known)
-        self.history = History(self.program, self._known.of)
+        self.variables = Variables(mode)
+        self.blocks = Blocks(self.program, self.variables)
+        self.history = History(self.program, self.variables.of)
         self._protected: dict[int, str] = {}
         self.copied: set[int] = set()  # storages of inputs
-        self.declared = self._known.declared
+        self.declared, self.tensor = self.variables.declared, self.variables.tensor
         self.tables: list[Table] = []
         self.mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
         self.met, self.work = Met(), OwnWork()
@@ -92,40 +93,27 @@ class Recorder(TorchDispatchMode):
         self.declared[id(value)] = tensor
         self.program.constants.append(Constant(var, value.detach(), name))
 
-    def var_of(self, tensor: Tensor) -> Var | None:
-        return self._known.of(tensor)
-
     def variable(self, path: KeyPath, leaf: Tensor, root: str) -> Var:
         """Return the variable of a result."""
-        var = self.var_of(leaf)
+        var = self.variables.of(leaf)
         if var is None:
             raise self.rules.returned(path_string(path, root), leaf)
-        if id(leaf) not in self.declared and not self._known.describes(var, leaf):
+        if id(leaf) not in self.declared and not self.variables.describes(var, leaf):
             raise self.rules.data_assigned()
         return var
 
     def _new_var(self, tensor: Tensor) -> Var:
         if tensor.layout != torch.strided:
             raise not_strided(self.program.function, f"{tensor.layout} of shape {list(tensor.shape)}")
-        return self._known.new(tensor)
+        return self.variables.new(tensor)
 
     def release(self) -> list[Reference]:
         """Drop all tensors of the trace; any that stay alive are held by user code."""
-        references, met = self._known.release(), self.met
+        references, met = self.variables.release(), self.met
         kept = self.blocks.known, met.buffers, met.applied, met.fixed, self.work.replaced, self.rules.places
         for one in kept:
             one.clear()
         return references
-
-    @property
-    def reserved(self) -> tuple[int, int]:
-        """How many numbers of variables and of storages are given away."""
-        return self._known.count, self._known.storages
-
-    @property
-    def variables(self) -> list[Var]:
-        """The variables of the tensors that :meth:`release` drops, in order."""
-        return self._known.standing
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -174,10 +162,6 @@ class Recorder(TorchDispatchMode):
         self._compare(start)
         return found  # type: ignore[no-any-return]
 
-    def tensor(self, value: Any) -> Tensor:
-        """Return the tensor that a result of a block is, or that stands for it."""
-        return self._known.tensor(value)
-
     def announce(self, text: str) -> None:
         """Add a note to the program."""
         self.program.notes.append(text)
@@ -205,16 +189,14 @@ class Recorder(TorchDispatchMode):
         row = row_of(func)
         if row.lifts and not isinstance(args[0], FakeTensor):
             return self._literal(args[0])
+        self._adopt(func, args, kwargs)
         if self.declared or self.met.fixed:
-            args, kwargs = self._with_constants(args), self._with_constants(kwargs)
+            args, kwargs = map_tensors(self._standing, args), map_tensors(self._standing, kwargs)
         if row.puts:
             args = self._from_here(args)
         tensors = list(tensors_in([*args, *kwargs.values()]))
         refuse_layouts(self.program.function, func, tensors)
-        if self._adopts(func, args, kwargs, tensors):
-            args, kwargs = self._with_constants(args), self._with_constants(kwargs)
-            tensors = list(tensors_in([*args, *kwargs.values()]))
-        if tensors and all(one.device.type == "meta" and self.var_of(one) is None for one in tensors):
+        if tensors and all(one.device.type == "meta" and self.variables.of(one) is None for one in tensors):
             return aside_from_modes(lambda: func(*args, **kwargs))  # there are no values that could go stale
         if func in BY_NUMBER and args[2].is_cuda:
             return filled(func, args, self._dispatch)
@@ -226,7 +208,7 @@ class Recorder(TorchDispatchMode):
             if (valid := taken_as_valid(func, args, self._dispatch)) is not None:
                 return valid
             owner = self._protected.get(storage_key(tensors[0]), "") if tensors else ""
-            read = [var for one in tensors if (var := self.var_of(one))]
+            read = [var for one in tensors if (var := self.variables.of(one))]
             behind = inputs_behind(self.program, self._input_names, read)
             inputs, drawn = behind if "shape" in reason else [], is_drawn(self.program, read)
             raise self.rules.host_read(reason, func, owner, tensors=tensors, inputs=inputs, drawn=drawn)
@@ -245,12 +227,9 @@ class Recorder(TorchDispatchMode):
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return what a tensor of the trace holds, if that is the same in each replay; else None."""
-        known = self._with_constants(tensor)
-
-        def supposed(var: Var) -> Tensor | None:
-            return self.supposed.value_of(var, map(self.var_of, self.met.buffers))
-
-        return value_of(self.program, self.var_of(known), supposed)
+        var = self.variables.of(self._standing(tensor))
+        buffers = map(self.variables.of, self.met.buffers)
+        return value_of(self.program, var, partial(self.supposed.value_of, buffers=buffers))
 
     def _known_result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any] | None:
         """Return the result, as a 1-tuple, of a call that needs only known values on the host; else None."""
@@ -267,61 +246,52 @@ class Recorder(TorchDispatchMode):
         known = result_of(func, args, kwargs, self.value_of)
         return known and (pytree.map(literal, known[0]),)
 
-    def _with_constants(self, value: Any) -> Any:
-        """Replace declared constants by the fake tensors that stand for them."""
-        if isinstance(value, dict):
-            return {name: self._with_constants(item) for name, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(self._with_constants, value))
-        if id(value) in self.met.fixed and id(value) not in self.declared:
+    def _standing(self, tensor: Tensor) -> Tensor:
+        """Return the fake tensor that stands for a declared constant; any other tensor as it is."""
+        if id(tensor) in self.met.fixed and id(tensor) not in self.declared:
             with _disable_current_modes():
-                self.declare(*self.met.fixed[id(value)])
-        return self.declared.get(id(value), value)
+                self.declare(*self.met.fixed[id(tensor)])
+        return self.declared.get(id(tensor), tensor)
 
-    def _adopts(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
-    ) -> bool:
-        """Take what a call reads of earlier calls' tensors as constants for now; whether there was any."""
-        new = [one for one in tensors if self.var_of(one) is None and may_be_table(one)]
-        written = set(map(id, written_arguments(func, args, kwargs))) if new else ()
-        read = [one for one in new if id(one) not in written]
-        for one in read:
+    def _adopt(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Take what a call reads of earlier calls' tensors as constants for now."""
+        new = [
+            one
+            for one in tensors_in([*args, *kwargs.values()])
+            if self.variables.of(one) is None and id(one) not in self.met.fixed and may_be_table(one)
+        ]
+        written = set(map(id, written_arguments(func, args, kwargs))) if new else set()
+        for one in {id(one): one for one in new if id(one) not in written}.values():
             with _disable_current_modes():
                 refusal, name = self.rules.foreign(func, one), f"remembered {len(self.tables)}"
                 self.declare(name, one)
                 self.tables.append(Table(name, one, self._first is None and is_cached(one), refusal))
-        return bool(read)
 
     def _refuse_unknown(self, func: Any, tensor: Tensor, written: Sequence[Tensor]) -> None:
-        if (var := self._known.get(tensor)) is None:
+        if (var := self.variables.get(tensor)) is None:
             raise self.rules.foreign(func, tensor, written=any(other is tensor for other in written))
-        if not self._known.describes(var, tensor):
+        if not self.variables.describes(var, tensor):
             raise self.rules.data_assigned()
 
     def _freeze(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._known[value]
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._freeze(item) for item in value)
-        return value
+        return map_tensors(self.variables.__getitem__, value)
 
     def _born(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            var = self._known.get(value)
-            # Ops such as `t_` and `resize_` return their argument with another layout: it becomes a new variable.
-            return var if var is not None and self._known.describes(var, value) else self._new_var(value)
         if isinstance(value, (list, tuple)):
-            return type(value)(self._born(item) for item in value)
-        return None
+            return type(value)(map(self._born, value))
+        if not isinstance(value, Tensor):
+            return None
+        var = self.variables.get(value)
+        # Ops such as `t_` and `resize_` return their argument with another layout: it becomes a new variable.
+        return var if var is not None and self.variables.describes(var, value) else self._new_var(value)
 
     def _record(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, written: Sequence[Tensor]
     ) -> None:
         if func is _IN_OTHER_STRIDES_:  # it writes no element and returns a view
             func, written = torch.ops.aten.as_strided.default, ()
-        frozen = tuple(map(self._freeze, args))
-        named = {name: self._freeze(value) for name, value in kwargs.items()}
-        writes = tuple(self._known[tensor] for tensor in written)
+        frozen, named = self._freeze(tuple(args)), self._freeze(kwargs)
+        writes = tuple(self.variables[tensor] for tensor in written)
         # Built last: the result may be an argument that this call turns into a new variable.
         born = self._born(out)
         instr = Instr(func, frozen, named, born, writes, *(self._as_before or self._place()))

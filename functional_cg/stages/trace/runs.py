@@ -80,10 +80,10 @@ def _run(
             old = recipe.states[0] if recipe.donates else None
             result = shown(result) if old is None else left(old.specs, old.treedef, result)
     recorder.rules.refuse_what_was_caught()
-    program.reserved = recorder.reserved
+    program.reserved = recorder.variables.count, recorder.variables.storages
     read_result(recipe, program, recorder.variable, result)
     recorder.supposed.refuse_written()
-    read_reports(program, recorder.var_of, recorder.met, recorder.work)
+    read_reports(program, recorder.variables.of, recorder.met, recorder.work)
     return recorder
 
 
@@ -94,8 +94,8 @@ def _once_filled(
     kept = cold.release()
     if not are_kept(kept):
         return cold
-    tables = [(kept[number](), var) for number, var in enumerate(cold.variables)]
-    if not disown(cold.program, cold.history.given, kept, cold.variables):
+    tables = [(kept[number](), var) for number, var in enumerate(cold.variables.standing)]
+    if not disown(cold.program, cold.history.given, kept, cold.variables.standing):
         return cold
     warm = _run(recipe, None, checkpoint, runs)
     known = {id(table.tensor): warm.var_of(table.tensor) for table in warm.tables}
@@ -114,9 +114,9 @@ def _watched(
         for name, value in (("self", recipe.function), *recipe.objects):
             reads.handed(value, name)
         run = _run(recipe, first.program, checkpoint, runs, reads)
-        disown(run.program, run.history.given, run.release(), run.variables)
+        disown(run.program, run.history.given, run.release(), run.variables.standing)
         entries, autocast = reads.finish(), reads.says_autocast
-    halves = any(var.spec.dtype in (torch.float16, torch.bfloat16) for var in run.variables)
+    halves = any(var.spec.dtype in (torch.float16, torch.bfloat16) for var in run.variables.standing)
     return run, reads, HostWatch(entries, autocast_dtypes=autocast, half_precision=halves)
 
 
@@ -142,7 +142,7 @@ def _clear(randomness: HostRandomness, collecting: Any, runs: list[Recorder]) ->
     randomness.restore_own()
     close_groups(but=collecting)
     for run in runs:
-        disown(run.program, run.history.given, run.release(), run.variables)
+        disown(run.program, run.history.given, run.release(), run.variables.standing)
 
 
 def _refuse_another_order(recipe: Recipe, program: Program) -> None:
@@ -186,7 +186,7 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
             grads.refuse_change(recipe.name)
             recorder = _once_filled(recipe, recorder, checkpoint, runs)
             randomness.refuse_draws(recipe.name, lambda: _run(recipe, None, checkpoint, runs))
-            refuse_kept(recipe.name, recorder.program, recorder.variables, recorder.release())
+            refuse_kept(recipe.name, recorder.program, recorder.variables.standing, recorder.release())
             again, reads, watched = _watched(recipe, recorder, checkpoint, runs)
             refuse_another_result(recorder.program, again.program)
             refuse_unfound(recorder.tables, again.tables, watched.identical, reads.memory.remembered)
