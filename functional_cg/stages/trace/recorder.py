@@ -1,8 +1,7 @@
 """Record each ATen call of a run of the user's function on fake tensors.
 
 The recorder is a dispatch mode below autograd, entered inside the fake mode, so it sees each op before anything runs:
-a write to a closed-over tensor is refused, not executed. In a second run it compares ops and literals with the first,
-which exposes host values that change between runs.
+a write to a closed-over tensor is refused, not executed.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,8 +43,8 @@ from .host import taken_as_valid
 from .known import BY_NUMBER, Supposed, as_filling, aside_from_modes, by_places, filled, result_of, value_of
 from .recipe import Recipe
 from .rules import Rules
-from .strays import Table, is_cached, may_be_table
-from .twice import refuse_another_call, refuse_another_literal
+from .strays import Table, may_be_table
+from .twice import LITERAL
 
 __all__ = ["Recorder"]
 
@@ -55,15 +54,13 @@ _IN_OTHER_STRIDES_ = torch.ops.aten.as_strided_.default
 
 
 class Recorder(TorchDispatchMode):
-    """Records ATen calls as instructions; in a second run, also compares them with those of the first."""
+    """Records ATen calls as instructions."""
 
-    def __init__(
-        self, recipe: Recipe, mode: FakeMode, first: Program | None, checkpoint: _Act, follower: Follower
-    ) -> None:
+    def __init__(self, recipe: Recipe, mode: FakeMode, checkpoint: _Act, follower: Follower) -> None:
         super().__init__()
         self.program = Program(recipe.name, [], [], [])
         self._input_names = recipe.input_names
-        self._mode, self._first, self._checkpoint = mode, first, checkpoint
+        self._mode, self._checkpoint = mode, checkpoint
         self._aside, self.copying = follower.aside, follower.copying
         self.variables = Variables(mode)
         self.blocks = Blocks(self.program, self.variables)
@@ -78,7 +75,7 @@ class Recorder(TorchDispatchMode):
         self.rules = Rules(recipe.name, *owners, recipe.function, self.history, on_a_mesh=meshed)
         self._origins = Origins(self.work)
         self.supposed = Supposed(self.program, recipe.value)
-        self._rehearses, self._as_before = False, cast("Any", None)
+        self._as_before: Any = None
 
     def fake(self, spec: BufferSpec, owner: str) -> tuple[Tensor, Var]:
         """Make a fake tensor, and its variable, for a leaf that exists outside the step."""
@@ -118,11 +115,10 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
         """Check the calls of a block, and forget them: what they compute is computed again, elsewhere."""
-        start, self._rehearses = len(self.program.instrs), True
+        start = len(self.program.instrs)
         try:
             yield
         finally:
-            self._rehearses = False
             del self.program.instrs[start:]
             self.history.forget()
 
@@ -154,13 +150,9 @@ class Recorder(TorchDispatchMode):
     ) -> list[Any]:
         """Record what a block computes, or add its calls once more; return tensors, or variables without any."""
         self._checkpoint()
-        start = len(self.program.instrs)
         with torch._C.DisableTorchFunction():
             found = self._aside(self.blocks.again, name, given)
-        if found is None:
-            return self.blocks.recorded(name, act, given, title)
-        self._compare(start)
-        return found  # type: ignore[no-any-return]
+        return self.blocks.recorded(name, act, given, title) if found is None else found
 
     def announce(self, text: str) -> None:
         """Add a note to the program."""
@@ -218,7 +210,7 @@ class Recorder(TorchDispatchMode):
         refuse_mixed_dtypes(func, tensors)
         out = func(*args, **kwargs)
         _refuse_absent_device(out)
-        if self._folded(func, args, out) is None:
+        if not self._fold(func, args, out):
             self._record(func, args, kwargs, out, written)
         return out
 
@@ -265,7 +257,7 @@ class Recorder(TorchDispatchMode):
             with _disable_current_modes():
                 refusal, name = self.rules.foreign(func, one), f"remembered {len(self.tables)}"
                 self.declare(name, one)
-                self.tables.append(Table(name, one, self._first is None and is_cached(one), refusal))
+                self.tables.append(Table(name, one, refusal))
 
     def _refuse_unknown(self, func: Any, tensor: Tensor, written: Sequence[Tensor]) -> None:
         if (var := self.variables.get(tensor)) is None:
@@ -294,15 +286,8 @@ class Recorder(TorchDispatchMode):
         writes = tuple(self.variables[tensor] for tensor in written)
         # Built last: the result may be an argument that this call turns into a new variable.
         born = self._born(out)
-        instr = Instr(func, frozen, named, born, writes, *(self._as_before or self._place()))
-        self.program.instrs.append(instr)
-        self._compare(len(self.program.instrs) - 1)
-
-    def _compare(self, start: int) -> None:
-        """Compare the calls from a place on with those of the first run."""
-        if self._first is not None and not self._rehearses:
-            for number in range(start, len(self.program.instrs)):
-                refuse_another_call(self._first, number, self.program.instrs[number])
+        place = self._as_before or self._place()
+        self.program.instrs.append(Instr(func, frozen, named, born, writes, *place))
 
     def _place(self) -> tuple[Any, bool, bool, Any]:
         line = self._origins.line()
@@ -312,21 +297,21 @@ class Recorder(TorchDispatchMode):
         """Record ``torch.tensor([...])`` as a constant; refuse memory shared with numpy, which the caller owns."""
         if not value.untyped_storage().resizable():
             raise self.rules.foreign_array(value)
-        number = len(self.program.constants)
         tensor, var = self.fake(replace(BufferSpec.of(value), device=device or value.device), "a literal")
         del self._protected[storage_key(tensor)]  # writing it is harmless: each run starts from a copy
         with unset_fake_temporarily():
-            self.program.constants.append(Constant(var, value.detach().clone(), f"literal {number}"))
-            if self._first is not None:
-                refuse_another_literal(self._first, number, value, self._origins.line())
+            self._add_literal(var, value.detach().clone())
         return tensor
 
-    def _folded(self, func: Any, args: Sequence[Any], out: Any) -> Constant | None:
+    def _add_literal(self, var: Var, value: Tensor) -> None:
+        self.program.constants.append(Constant(var, value, f"{LITERAL} {len(self.program.constants)}"))
+
+    def _fold(self, func: Any, args: Sequence[Any], out: Any) -> bool:
         """Fold a known value moved to the device into a literal there: a graph cannot copy from pageable memory."""
         source = args[0] if func is torch.ops.aten._to_copy.default else None
         # Under `vmap`, the source may be a Python number.
         if not isinstance(source, Tensor) or out.device == source.device:
-            return None
+            return False
         known = self.value_of(source)
         if known is None:
             raise HostSyncError.of(
@@ -337,10 +322,8 @@ class Recorder(TorchDispatchMode):
                 fix=f'create it on the device, `device="{out.device.type}"`.',
             )
         with unset_fake_temporarily():
-            name = f"literal {len(self.program.constants)}"
-            moved = Constant(self._new_var(out), known.to(out.dtype).clone(), name)
-        self.program.constants.append(moved)
-        return moved
+            self._add_literal(self._new_var(out), known.to(out.dtype).clone())
+        return True
 
     def _from_here(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Move known values, such as the 3 of ``x[0] = 3``, to the device of the tensor that the call writes."""
@@ -349,9 +332,7 @@ class Recorder(TorchDispatchMode):
         def here(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.device == device or value.device.type != "cpu":
                 return value
-            moved = to(value, device=device)
-            self._folded(to, [value], moved)
-            return moved
+            return self._dispatch(to, (value,), {"device": device})
 
         return tuple(map(here, args))
 
