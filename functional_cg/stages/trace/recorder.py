@@ -220,7 +220,7 @@ class Recorder(TorchDispatchMode):
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return what a tensor of the trace holds, if that is the same in each replay; else None."""
         var = self.variables.of(self._standing(tensor))
-        buffers = map(self.variables.of, self.met.buffers)
+        buffers = list(map(self.variables.of, self.met.buffers))
         return value_of(self.program, var, partial(self.supposed.value_of, buffers=buffers))
 
     def _known_result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any] | None:
