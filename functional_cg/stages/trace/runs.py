@@ -36,7 +36,7 @@ from .recipe import Recipe
 from .recorder import Recorder
 from .results import copy_written_inputs, read_reports, read_result
 from .strays import GradsOfConstants, are_kept, disown, refuse_kept, refuse_unfound
-from .twice import refuse_another_run, refuse_another_start
+from .twice import refuse_another_run, refuse_another_start, refuse_cold
 
 __all__ = ["trace"]
 
