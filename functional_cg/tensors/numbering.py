@@ -22,13 +22,16 @@ class Numbers:
     Args:
       kind: Class of what stands for a value: tensors, or variables of a program.
       storage_of: Returns what identifies the memory of one.
+      known: Numbers of another run, which hold here as well.
     """
 
-    def __init__(self, kind: type, storage_of: Callable[[Any], int]) -> None:
+    def __init__(
+        self, kind: type, storage_of: Callable[[Any], int], known: dict[Any, int] | None = None
+    ) -> None:
         self._kind, self._storage_of = kind, storage_of
         self._of: dict[Any, tuple[int, int]] = {}  # number, last write to its memory before that
         self._writes: dict[int, int] = {}
-        self._known: dict[Any, int] = {}
+        self.known = {} if known is None else known
 
     def of(self, one: Any) -> int:
         """Return the number of the value that one holds now."""
@@ -40,7 +43,7 @@ class Numbers:
 
     def number(self, what: Any) -> int:
         """Return a number: the same one for the same ``what``."""
-        return self._known.setdefault(what, len(self._known))
+        return self.known.setdefault(what, len(self.known))
 
     def name(self, one: Any, number: int) -> None:
         """Say which value one holds."""

@@ -276,7 +276,8 @@ MUTANTS = (
         "a refused trace leaves its fake tensors where they are",
         (
             (
-                "    for run in runs:\n        disown(run.program, run.history.given, run.release(), run.variables.standing)\n",
+                "    for run in runs:\n"
+                "        disown(run.program, run.history.given, run.release(), run.variables.standing)\n",
                 "    for run in runs:\n        run.release()\n",
             ),
         ),
@@ -919,7 +920,7 @@ MUTANTS = (
         "the strides of a fake result are taken as they are",
         (
             (
-                "        out = self._kernels.correct(func, args, kwargs, out, self._empty)\n",
+                "        out = self._kernels.correct(func, args, kwargs, out)\n",
                 "",
             ),
         ),
