@@ -53,7 +53,7 @@ class FakeMode(fake_tensor.FakeTensorMode):
         if func is _ZERO_TANGENT:
             func = torch.ops.aten.zeros.default
         out = super().dispatch(func, types, args, kwargs)
-        out = self._kernels.correct(func, args, kwargs, out, self._empty)
+        out = self._kernels.correct(func, args, kwargs, out)
         return _without_masked(func, args, kwargs, out) if _has_mask(func) else out
 
     def _prep_args_for_hash(
@@ -87,12 +87,6 @@ class FakeMode(fake_tensor.FakeTensorMode):
     def forget(self) -> None:
         """Drop torch's own weak references to the tensors of this mode, which may then be swapped."""
         self.fake_tensor_converter.meta_converter.tensor_memo.clear()
-
-    def _empty(
-        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        with self:
-            return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def _layout(tensor: Any) -> tuple[object, ...]:

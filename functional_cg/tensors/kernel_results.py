@@ -9,7 +9,7 @@ precision against single is one of them. So the kernel itself is asked, on a few
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .aten import tensors_in
+from .aten import named_arguments, tensors_in
 from .op_table import row_of
 
 __all__ = ["KernelResults"]
@@ -32,14 +32,7 @@ class KernelResults:
     def __init__(self) -> None:
         self._found: dict[Any, list[_Layout] | None] = {}
 
-    def correct(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        out: Any,
-        empty: Callable[..., Tensor],
-    ) -> Any:
+    def correct(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Any:
         """Return the result of a call on fake tensors, with the strides and the dtype that the kernel gives it.
 
         Args:
@@ -47,7 +40,6 @@ class KernelResults:
           args: Its arguments.
           kwargs: Its arguments by name.
           out: What it returned.
-          empty: ``empty(shape, stride, dtype, device)`` makes a fake tensor.
         """
         if not _runs_on_few(func):
             return out
@@ -60,26 +52,22 @@ class KernelResults:
         if found is None:
             return out
         if isinstance(out, Tensor):
-            return _corrected(out, found[0], operands, empty, turned=turned)
+            return _corrected(out, found[0], operands, turned=turned)
         pairs = zip(out, found, strict=True)
-        return tuple(_corrected(one, layout, operands, empty, turned=turned) for one, layout in pairs)
+        return tuple(_corrected(one, layout, operands, turned=turned) for one, layout in pairs)
 
     def _asked(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[Tensor]
     ) -> list[_Layout] | None:
         """Return how the results for few elements lie; None if the kernel does not run on so few."""
-        names = [argument.name for argument in func._schema.arguments]
-        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        named = named_arguments(func, args, kwargs)
         rest = {name: one for name, one in named.items() if not isinstance(one, Tensor)}
         key = func, *map(_kind, operands), str(rest)
         if key not in self._found:
             with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-                few = _with_sizes(
-                    {name: _few(one) if isinstance(one, Tensor) else one for name, one in named.items()}
-                )
-                given = [few.pop(name) for name in names[: len(args)]]
+                few = {name: _few(one) if isinstance(one, Tensor) else one for name, one in named.items()}
                 try:
-                    out = func(*given, **few)
+                    out = func(**_with_sizes(few))
                 except (RuntimeError, IndexError, ValueError):
                     self._found[key] = None
                 else:
@@ -147,9 +135,7 @@ def _few(tensor: Tensor) -> Tensor:
     return torch.ones(length, dtype=tensor.dtype, device=tensor.device).as_strided(shape, stride)
 
 
-def _corrected(
-    out: Any, layout: _Layout, operands: Sequence[Tensor], empty: Callable[..., Tensor], *, turned: bool
-) -> Any:
+def _corrected(out: Any, layout: _Layout, operands: Sequence[Tensor], *, turned: bool) -> Any:
     """Return a fake result, or one like it of this dtype, whose dimensions lie in the order of these strides."""
     if not isinstance(out, Tensor) or layout is None:
         return out
@@ -157,7 +143,7 @@ def _corrected(
     stride = _laid(out, order, operands) if turned and out.dim() and out.numel() else out.stride()
     if (out.stride(), out.dtype) == (stride, dtype):
         return out
-    return empty(out.shape, stride, dtype, out.device)
+    return out.new_empty_strided(out.shape, stride, dtype=dtype)
 
 
 def _laid(out: Tensor, order: tuple[int, ...], operands: Sequence[Tensor]) -> tuple[int, ...]:

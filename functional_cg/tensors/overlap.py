@@ -26,12 +26,13 @@ def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two elements of a tensor share memory, as in an expanded tensor."""
     if tensor.is_contiguous() or tensor.numel() < 2:
         return False
-    reach = 0  # offset of the last element over the dimensions so far, fastest first
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and step <= reach:
-            return step == 0 or _distinct_elements(tensor) < tensor.numel()
-        reach += (size - 1) * step
-    return False
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    dims = sorted(((step, size - 1) for step, size in pairs if size > 1), reverse=True)
+    # Two places are the same if steps add up to nothing, of which the first goes forward.
+    return dims[-1][0] == 0 or any(
+        _is_met([(step, 1, most), *((one, -many, many) for one, many in dims[number + 1 :])], 0, 0)
+        for number, (step, most) in enumerate(dims)
+    )
 
 
 def crosses(one: Tensor, other: Tensor) -> bool:
@@ -82,13 +83,6 @@ def _is_met(terms: Sequence[tuple[int, int, int]], least: int, most: int) -> boo
     return any(_is_met(rest, least - step * n, most - step * n) for n in range(first, last + 1))
 
 
-def _distinct_elements(tensor: Tensor) -> int:
-    places = torch.zeros((), dtype=torch.int64, device="cpu")
-    for step, size in zip(tensor.stride(), tensor.shape, strict=True):
-        places = places[..., None] + step * torch.arange(size, device="cpu")
-    return int(places.unique().numel())
-
-
 def overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
     """Return the positions of two tensors that overlap, all of one storage; None if none do."""
     ranges = [byte_range(tensor) for tensor in tensors]
@@ -98,7 +92,7 @@ def overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
         taken = torch.zeros(length, dtype=torch.bool, device="cpu")
         for n, i in enumerate(cluster):
             if _bytes_in(taken, tensors[i]).any():
-                return next((j, i) for j in cluster[:n] if _overlap(tensors[j], tensors[i], length))
+                return next((j, i) for j in cluster[:n] if share_bytes(tensors[j], tensors[i]))
             _bytes_in(taken, tensors[i]).fill_(True)
     return None
 
@@ -115,12 +109,6 @@ def _clusters(ranges: Sequence[tuple[int, int]]) -> list[list[int]]:
             groups.append([i])
         reach = max(reach, end)
     return [group for group in groups if len(group) > 1]
-
-
-def _overlap(a: Tensor, b: Tensor, length: int) -> bool:
-    taken = torch.zeros(length, dtype=torch.bool, device="cpu")
-    _bytes_in(taken, a).fill_(True)
-    return bool(_bytes_in(taken, b).any())
 
 
 def _bytes_in(mask: Tensor, tensor: Tensor) -> Tensor:

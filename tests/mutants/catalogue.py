@@ -276,7 +276,8 @@ MUTANTS = (
         "a refused trace leaves its fake tensors where they are",
         (
             (
-                "    for run in runs:\n        disown(run.program, run.history.given, run.release(), run.variables)\n",
+                "    for run in runs:\n"
+                "        disown(run.program, run.history.given, run.release(), run.variables.standing)\n",
                 "    for run in runs:\n        run.release()\n",
             ),
         ),
@@ -650,7 +651,7 @@ MUTANTS = (
         "no liveness check: a tensor of the step that outlives its trace is not noticed",
         (
             (
-                "            refuse_kept(recipe.name, recorder.program, recorder.variables, recorder.release())\n",
+                "            refuse_kept(recipe.name, recorder.program, given, recorder.variables.standing, kept)\n",
                 "            recorder.release()\n",
             ),
         ),
@@ -929,7 +930,7 @@ MUTANTS = (
         "the strides of a fake result are taken as they are",
         (
             (
-                "        out = self._kernels.correct(func, args, kwargs, out, self._empty)\n",
+                "        out = self._kernels.correct(func, args, kwargs, out)\n",
                 "",
             ),
         ),

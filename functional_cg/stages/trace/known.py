@@ -22,7 +22,7 @@ from ...errors import HostSyncError
 from ...messages.libraries import sync_fix
 from ...messages.source import at_here, user_frame
 from ...shards.transfers import is_between_ranks
-from ...tensors.aten import named_arguments, tensors_in
+from ...tensors.aten import map_tensors, named_arguments, tensors_in
 from ...tensors.op_table import row_of
 from ..evaluate import evaluate_all
 from ..program import Constant, Instr, Program, Var, live, written_storages
@@ -245,12 +245,8 @@ def result_of(
     if func._schema.is_mutable or any(one is None for one in values.values()):
         return None
 
-    def real(given: Any) -> Any:
-        if isinstance(given, (list, tuple)):
-            return type(given)(map(real, given))
-        return values[id(given)] if isinstance(given, Tensor) else given
-
-    return (aside_from_modes(lambda: func(*real(args), **{name: real(one) for name, one in kwargs.items()})),)
+    given, named = map_tensors(lambda one: values[id(one)], (args, dict(kwargs)))
+    return (aside_from_modes(lambda: func(*given, **named)),)
 
 
 def _set_places(mask: Tensor) -> list[Tensor]:

@@ -6,7 +6,7 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType, FunctionType, MethodType
+from types import FrameType, FunctionType, MethodType
 from typing import Any, TypeGuard
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...messages.source import frames, is_user_file
 from ...nn.module import Apply
+from ...nn.reach import variables
 from ...state.leaf import Leaf
 from ..watch.kinds import is_user_class
 from ..watch.places import ATTRIBUTE, ITEM, Step
@@ -43,59 +44,25 @@ def way_to(target: object, function: Callable[..., Any]) -> tuple[str, tuple[obj
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     kind = type(value)
-    if kind is FunctionType:
-        yield from _names(value)
+    if kind is FunctionType and is_user_file(value.__code__.co_filename):
+        yield from variables(value)
     elif kind is MethodType:
         yield "self", value.__self__
         yield name, value.__func__
     elif issubclass(kind, functools.partial):
         yield name, value.func
-        yield from ((f"{name}.args[{number}]", part) for number, part in enumerate(value.args))
-    elif issubclass(kind, dict):
-        yield from ((Step(ITEM, key).shown(name), part) for key, part in dict.items(value))
-    elif issubclass(kind, list | tuple):
-        yield from ((Step(ITEM, number).shown(name), part) for number, part in enumerate(value))
+        yield f"{name}.args", value.args
+    elif issubclass(kind, dict | list | tuple):
+        pairs = dict.items(value) if issubclass(kind, dict) else enumerate(value)
+        yield from ((Step(ITEM, key).shown(name), part) for key, part in pairs)
     elif issubclass(kind, torch.nn.Module):
         for registry in ("_parameters", "_buffers", "_modules"):
             yield from ((f"{name}.{key}", part) for key, part in vars(value)[registry].items())
-        yield from _attributes(name, value)
-    elif issubclass(kind, type) and is_user_class(value):
+    if issubclass(kind, type) and is_user_class(value):
         yield from ((Step(ATTRIBUTE, key).shown(name), part) for key, part in vars(value).items())
-    elif not issubclass(kind, torch.Tensor | type):
-        yield from _attributes(name, value)
-
-
-def _attributes(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    yield from ((Step(ATTRIBUTE, key).shown(name), part) for key, part in instance_dict(value).items())
-    for method in ("__call__", "forward"):
-        found = getattr(type(value), method, None)
-        if type(found) is FunctionType and is_user_file(found.__code__.co_filename):
-            yield name, found
-
-
-def _names(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    code = function.__code__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # not yet assigned
-            continue
-    if is_user_file(code.co_filename):
-        yield from (
-            (name, function.__globals__[name]) for name in _globals(code) if name in function.__globals__
-        )
-    defaults = function.__defaults__ or ()
-    yield from zip(
-        code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True
-    )
-    yield from (function.__kwdefaults__ or {}).items()
-
-
-def _globals(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _globals(inner)
+    elif not issubclass(kind, Tensor | type | FunctionType):
+        yield from ((Step(ATTRIBUTE, key).shown(name), part) for key, part in instance_dict(value).items())
+        yield from ((name, getattr(kind, method, None)) for method in ("__call__", "forward"))
 
 
 def read_fix(name: str, tensor: Tensor) -> str:

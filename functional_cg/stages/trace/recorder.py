@@ -1,8 +1,7 @@
 """Record each ATen call of a run of the user's function on fake tensors.
 
 The recorder is a dispatch mode below autograd, entered inside the fake mode, so it sees each op before anything runs:
-a write to a closed-over tensor is refused, not executed. In a second run it compares ops and literals with the first,
-which exposes host values that change between runs.
+a write to a closed-over tensor is refused, not executed.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from ...shards.reader import Reader
 from ...shards.tensor import Sharded
 from ...state.arena import BufferSpec
 from ...state.boundary import mesh_of
-from ...tensors.aten import sync_reason, tensors_in, written_arguments
+from ...tensors.aten import map_tensors, sync_reason, tensors_in, written_arguments
 from ...tensors.fake_mode import FakeMode
 from ...tensors.op_table import row_of
 from ...tensors.overlap import storage_key
@@ -43,8 +43,8 @@ from .host import taken_as_valid
 from .known import BY_NUMBER, Supposed, as_filling, aside_from_modes, by_places, filled, result_of, value_of
 from .recipe import Recipe
 from .rules import Rules
-from .strays import Table, is_cached, may_be_table
-from .twice import refuse_another_call, refuse_another_literal
+from .strays import Table, may_be_table
+from .twice import LITERAL
 
 __all__ = ["Recorder"]
 
@@ -54,22 +54,20 @@ _IN_OTHER_STRIDES_ = torch.ops.aten.as_strided_.default
 
 
 class Recorder(TorchDispatchMode):
-    """Records ATen calls as instructions; in a second run, also compares them with those of the first."""
+    """Records ATen calls as instructions."""
 
-    def __init__(
-        self, recipe: Recipe, mode: FakeMode, first: Program | None, checkpoint: _Act, follower: Follower
-    ) -> None:
+    def __init__(self, recipe: Recipe, mode: FakeMode, checkpoint: _Act, follower: Follower) -> None:
         super().__init__()
         self.program = Program(recipe.name, [], [], [])
         self._input_names = recipe.input_names
-        self._mode, self._first, self._checkpoint = mode, first, checkpoint
+        self._mode, self._checkpoint = mode, checkpoint
         self._aside, self.copying = follower.aside, follower.copying
-        self._known = Variables(mode)
-        self.blocks = Blocks(self.program, self._known)
-        self.history = History(self.program, self._known.of)
+        self.variables = Variables(mode)
+        self.blocks = Blocks(self.program, self.variables)
+        self.history = History(self.program, self.variables.of)
         self._protected: dict[int, str] = {}
         self.copied: set[int] = set()  # storages of inputs
-        self.declared = self._known.declared
+        self.declared, self.tensor = self.variables.declared, self.variables.tensor
         self.tables: list[Table] = []
         self.mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
         self.met, self.work = Met(), OwnWork()
@@ -77,7 +75,7 @@ class Recorder(TorchDispatchMode):
         self.rules = Rules(recipe.name, *owners, recipe.function, self.history, on_a_mesh=meshed)
         self._origins = Origins(self.work)
         self.supposed = Supposed(self.program, recipe.value)
-        self._rehearses, self._as_before = False, cast("Any", None)
+        self._as_before: Any = None
 
     def fake(self, spec: BufferSpec, owner: str) -> tuple[Tensor, Var]:
         """Make a fake tensor, and its variable, for a leaf that exists outside the step."""
@@ -92,49 +90,35 @@ class Recorder(TorchDispatchMode):
         self.declared[id(value)] = tensor
         self.program.constants.append(Constant(var, value.detach(), name))
 
-    def var_of(self, tensor: Tensor) -> Var | None:
-        return self._known.of(tensor)
-
     def variable(self, path: KeyPath, leaf: Tensor, root: str) -> Var:
         """Return the variable of a result."""
-        var = self.var_of(leaf)
+        var = self.variables.of(leaf)
         if var is None:
             raise self.rules.returned(path_string(path, root), leaf)
-        if id(leaf) not in self.declared and not self._known.describes(var, leaf):
+        if id(leaf) not in self.declared and not self.variables.describes(var, leaf):
             raise self.rules.data_assigned()
         return var
 
     def _new_var(self, tensor: Tensor) -> Var:
         if tensor.layout != torch.strided:
             raise not_strided(self.program.function, f"{tensor.layout} of shape {list(tensor.shape)}")
-        return self._known.new(tensor)
+        return self.variables.new(tensor)
 
     def release(self) -> list[Reference]:
         """Drop all tensors of the trace; any that stay alive are held by user code."""
-        references, met = self._known.release(), self.met
+        references, met = self.variables.release(), self.met
         kept = self.blocks.known, met.buffers, met.applied, met.fixed, self.work.replaced, self.rules.places
         for one in kept:
             one.clear()
         return references
 
-    @property
-    def reserved(self) -> tuple[int, int]:
-        """How many numbers of variables and of storages are given away."""
-        return self._known.count, self._known.storages
-
-    @property
-    def variables(self) -> list[Var]:
-        """The variables of the tensors that :meth:`release` drops, in order."""
-        return self._known.standing
-
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
         """Check the calls of a block, and forget them: what they compute is computed again, elsewhere."""
-        start, self._rehearses = len(self.program.instrs), True
+        start = len(self.program.instrs)
         try:
             yield
         finally:
-            self._rehearses = False
             del self.program.instrs[start:]
             self.history.forget()
 
@@ -166,17 +150,9 @@ class Recorder(TorchDispatchMode):
     ) -> list[Any]:
         """Record what a block computes, or add its calls once more; return tensors, or variables without any."""
         self._checkpoint()
-        start = len(self.program.instrs)
         with torch._C.DisableTorchFunction():
             found = self._aside(self.blocks.again, name, given)
-        if found is None:
-            return self.blocks.recorded(name, act, given, title)
-        self._compare(start)
-        return found  # type: ignore[no-any-return]
-
-    def tensor(self, value: Any) -> Tensor:
-        """Return the tensor that a result of a block is, or that stands for it."""
-        return self._known.tensor(value)
+        return self.blocks.recorded(name, act, given, title) if found is None else found
 
     def announce(self, text: str) -> None:
         """Add a note to the program."""
@@ -205,16 +181,14 @@ class Recorder(TorchDispatchMode):
         row = row_of(func)
         if row.lifts and not isinstance(args[0], FakeTensor):
             return self._literal(args[0])
+        self._adopt(func, args, kwargs)
         if self.declared or self.met.fixed:
-            args, kwargs = self._with_constants(args), self._with_constants(kwargs)
+            args, kwargs = map_tensors(self._standing, args), map_tensors(self._standing, kwargs)
         if row.puts:
             args = self._from_here(args)
         tensors = list(tensors_in([*args, *kwargs.values()]))
         refuse_layouts(self.program.function, func, tensors)
-        if self._adopts(func, args, kwargs, tensors):
-            args, kwargs = self._with_constants(args), self._with_constants(kwargs)
-            tensors = list(tensors_in([*args, *kwargs.values()]))
-        if tensors and all(one.device.type == "meta" and self.var_of(one) is None for one in tensors):
+        if tensors and all(one.device.type == "meta" and self.variables.of(one) is None for one in tensors):
             return aside_from_modes(lambda: func(*args, **kwargs))  # there are no values that could go stale
         if func in BY_NUMBER and args[2].is_cuda:
             return filled(func, args, self._dispatch)
@@ -226,7 +200,7 @@ class Recorder(TorchDispatchMode):
             if (valid := taken_as_valid(func, args, self._dispatch)) is not None:
                 return valid
             owner = self._protected.get(storage_key(tensors[0]), "") if tensors else ""
-            read = [var for one in tensors if (var := self.var_of(one))]
+            read = [var for one in tensors if (var := self.variables.of(one))]
             behind = inputs_behind(self.program, self._input_names, read)
             inputs, drawn = behind if "shape" in reason else [], is_drawn(self.program, read)
             raise self.rules.host_read(reason, func, owner, tensors=tensors, inputs=inputs, drawn=drawn)
@@ -236,7 +210,7 @@ class Recorder(TorchDispatchMode):
         refuse_mixed_dtypes(func, tensors)
         out = func(*args, **kwargs)
         _refuse_absent_device(out)
-        if self._folded(func, args, out) is None:
+        if not self._fold(func, args, out):
             self._record(func, args, kwargs, out, written)
         return out
 
@@ -245,12 +219,9 @@ class Recorder(TorchDispatchMode):
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return what a tensor of the trace holds, if that is the same in each replay; else None."""
-        known = self._with_constants(tensor)
-
-        def supposed(var: Var) -> Tensor | None:
-            return self.supposed.value_of(var, map(self.var_of, self.met.buffers))
-
-        return value_of(self.program, self.var_of(known), supposed)
+        var = self.variables.of(self._standing(tensor))
+        buffers = list(map(self.variables.of, self.met.buffers))
+        return value_of(self.program, var, partial(self.supposed.value_of, buffers=buffers))
 
     def _known_result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any] | None:
         """Return the result, as a 1-tuple, of a call that needs only known values on the host; else None."""
@@ -267,72 +238,56 @@ class Recorder(TorchDispatchMode):
         known = result_of(func, args, kwargs, self.value_of)
         return known and (pytree.map(literal, known[0]),)
 
-    def _with_constants(self, value: Any) -> Any:
-        """Replace declared constants by the fake tensors that stand for them."""
-        if isinstance(value, dict):
-            return {name: self._with_constants(item) for name, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(self._with_constants, value))
-        if id(value) in self.met.fixed and id(value) not in self.declared:
+    def _standing(self, tensor: Tensor) -> Tensor:
+        """Return the fake tensor that stands for a declared constant; any other tensor as it is."""
+        if id(tensor) in self.met.fixed and id(tensor) not in self.declared:
             with _disable_current_modes():
-                self.declare(*self.met.fixed[id(value)])
-        return self.declared.get(id(value), value)
+                self.declare(*self.met.fixed[id(tensor)])
+        return self.declared.get(id(tensor), tensor)
 
-    def _adopts(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
-    ) -> bool:
-        """Take what a call reads of earlier calls' tensors as constants for now; whether there was any."""
-        new = [one for one in tensors if self.var_of(one) is None and may_be_table(one)]
-        written = set(map(id, written_arguments(func, args, kwargs))) if new else ()
-        read = [one for one in new if id(one) not in written]
-        for one in read:
+    def _adopt(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Take what a call reads of earlier calls' tensors as constants for now."""
+        new = [
+            one
+            for one in tensors_in([*args, *kwargs.values()])
+            if self.variables.of(one) is None and id(one) not in self.met.fixed and may_be_table(one)
+        ]
+        written = set(map(id, written_arguments(func, args, kwargs))) if new else set()
+        for one in {id(one): one for one in new if id(one) not in written}.values():
             with _disable_current_modes():
                 refusal, name = self.rules.foreign(func, one), f"remembered {len(self.tables)}"
                 self.declare(name, one)
-                self.tables.append(Table(name, one, self._first is None and is_cached(one), refusal))
-        return bool(read)
+                self.tables.append(Table(name, one, refusal))
 
     def _refuse_unknown(self, func: Any, tensor: Tensor, written: Sequence[Tensor]) -> None:
-        if (var := self._known.get(tensor)) is None:
+        if (var := self.variables.get(tensor)) is None:
             raise self.rules.foreign(func, tensor, written=any(other is tensor for other in written))
-        if not self._known.describes(var, tensor):
+        if not self.variables.describes(var, tensor):
             raise self.rules.data_assigned()
 
     def _freeze(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._known[value]
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._freeze(item) for item in value)
-        return value
+        return map_tensors(self.variables.__getitem__, value)
 
     def _born(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            var = self._known.get(value)
-            # Ops such as `t_` and `resize_` return their argument with another layout: it becomes a new variable.
-            return var if var is not None and self._known.describes(var, value) else self._new_var(value)
         if isinstance(value, (list, tuple)):
-            return type(value)(self._born(item) for item in value)
-        return None
+            return type(value)(map(self._born, value))
+        if not isinstance(value, Tensor):
+            return None
+        var = self.variables.get(value)
+        # Ops such as `t_` and `resize_` return their argument with another layout: it becomes a new variable.
+        return var if var is not None and self.variables.describes(var, value) else self._new_var(value)
 
     def _record(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, written: Sequence[Tensor]
     ) -> None:
         if func is _IN_OTHER_STRIDES_:  # it writes no element and returns a view
             func, written = torch.ops.aten.as_strided.default, ()
-        frozen = tuple(map(self._freeze, args))
-        named = {name: self._freeze(value) for name, value in kwargs.items()}
-        writes = tuple(self._known[tensor] for tensor in written)
+        frozen, named = self._freeze(tuple(args)), self._freeze(kwargs)
+        writes = tuple(self.variables[tensor] for tensor in written)
         # Built last: the result may be an argument that this call turns into a new variable.
         born = self._born(out)
-        instr = Instr(func, frozen, named, born, writes, *(self._as_before or self._place()))
-        self.program.instrs.append(instr)
-        self._compare(len(self.program.instrs) - 1)
-
-    def _compare(self, start: int) -> None:
-        """Compare the calls from a place on with those of the first run."""
-        if self._first is not None and not self._rehearses:
-            for number in range(start, len(self.program.instrs)):
-                refuse_another_call(self._first, number, self.program.instrs[number])
+        place = self._as_before or self._place()
+        self.program.instrs.append(Instr(func, frozen, named, born, writes, *place))
 
     def _place(self) -> tuple[Any, bool, bool, Any]:
         line = self._origins.line()
@@ -342,21 +297,21 @@ class Recorder(TorchDispatchMode):
         """Record ``torch.tensor([...])`` as a constant; refuse memory shared with numpy, which the caller owns."""
         if not value.untyped_storage().resizable():
             raise self.rules.foreign_array(value)
-        number = len(self.program.constants)
         tensor, var = self.fake(replace(BufferSpec.of(value), device=device or value.device), "a literal")
         del self._protected[storage_key(tensor)]  # writing it is harmless: each run starts from a copy
         with unset_fake_temporarily():
-            self.program.constants.append(Constant(var, value.detach().clone(), f"literal {number}"))
-            if self._first is not None:
-                refuse_another_literal(self._first, number, value, self._origins.line())
+            self._add_literal(var, value.detach().clone())
         return tensor
 
-    def _folded(self, func: Any, args: Sequence[Any], out: Any) -> Constant | None:
+    def _add_literal(self, var: Var, value: Tensor) -> None:
+        self.program.constants.append(Constant(var, value, f"{LITERAL} {len(self.program.constants)}"))
+
+    def _fold(self, func: Any, args: Sequence[Any], out: Any) -> bool:
         """Fold a known value moved to the device into a literal there: a graph cannot copy from pageable memory."""
         source = args[0] if func is torch.ops.aten._to_copy.default else None
         # Under `vmap`, the source may be a Python number.
         if not isinstance(source, Tensor) or out.device == source.device:
-            return None
+            return False
         known = self.value_of(source)
         if known is None:
             raise HostSyncError.of(
@@ -367,10 +322,8 @@ class Recorder(TorchDispatchMode):
                 fix=f'create it on the device, `device="{out.device.type}"`.',
             )
         with unset_fake_temporarily():
-            name = f"literal {len(self.program.constants)}"
-            moved = Constant(self._new_var(out), known.to(out.dtype).clone(), name)
-        self.program.constants.append(moved)
-        return moved
+            self._add_literal(self._new_var(out), known.to(out.dtype).clone())
+        return True
 
     def _from_here(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Move known values, such as the 3 of ``x[0] = 3``, to the device of the tensor that the call writes."""
@@ -379,9 +332,7 @@ class Recorder(TorchDispatchMode):
         def here(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.device == device or value.device.type != "cpu":
                 return value
-            moved = to(value, device=device)
-            self._folded(to, [value], moved)
-            return moved
+            return self._dispatch(to, (value,), {"device": device})
 
         return tuple(map(here, args))
 

@@ -36,21 +36,20 @@ from .recipe import Recipe
 from .recorder import Recorder
 from .results import copy_written_inputs, read_reports, read_result
 from .strays import GradsOfConstants, are_kept, disown, refuse_kept, refuse_unfound
-from .twice import refuse_another_result, refuse_another_start
+from .twice import refuse_another_run, refuse_another_start, refuse_cold
 
 __all__ = ["trace"]
 
 
 def _run(
     recipe: Recipe,
-    first: Program | None,
     checkpoint: Callable[[], None],
     runs: list[Recorder],
     reads: HostReads | None = None,
 ) -> Recorder:
     mode = FakeMode()
     follower = Follower(HostReads() if reads is None else reads)
-    recorder = Recorder(recipe, mode, first, checkpoint, follower)
+    recorder = Recorder(recipe, mode, checkpoint, follower)
     runs.append(recorder)
     program = recorder.program
     trees: list[Any] = []
@@ -80,10 +79,10 @@ def _run(
             old = recipe.states[0] if recipe.donates else None
             result = shown(result) if old is None else left(old.specs, old.treedef, result)
     recorder.rules.refuse_what_was_caught()
-    program.reserved = recorder.reserved
+    program.reserved = recorder.variables.count, recorder.variables.storages
     read_result(recipe, program, recorder.variable, result)
     recorder.supposed.refuse_written()
-    read_reports(program, recorder.var_of, recorder.met, recorder.work)
+    read_reports(program, recorder.variables.of, recorder.met, recorder.work)
     return recorder
 
 
@@ -94,13 +93,13 @@ def _once_filled(
     kept = cold.release()
     if not are_kept(kept):
         return cold
-    tables = [(kept[number](), var) for number, var in enumerate(cold.variables)]
-    if not disown(cold.program, cold.history.given, kept, cold.variables):
+    tables = [(kept[number](), var) for number, var in enumerate(cold.variables.standing)]
+    if not disown(cold.program, cold.history.given, kept, cold.variables.standing):
         return cold
-    warm = _run(recipe, None, checkpoint, runs)
-    known = {id(table.tensor): warm.var_of(table.tensor) for table in warm.tables}
+    warm = _run(recipe, checkpoint, runs)
+    known = {id(table.tensor): warm.variables.of(table.tensor) for table in warm.tables}
     found = {twin: var for tensor, var in tables if (twin := known.get(id(tensor))) is not None}
-    refuse_another_start(cold.program, warm.program, found)
+    refuse_cold(cold.program, warm.program, found)
     return warm
 
 
@@ -113,10 +112,14 @@ def _watched(
         reads = HostReads([*(constant for _, constant in recipe.constants), *tables])
         for name, value in (("self", recipe.function), *recipe.objects):
             reads.handed(value, name)
-        run = _run(recipe, first.program, checkpoint, runs, reads)
-        disown(run.program, run.history.given, run.release(), run.variables)
+        try:
+            run = _run(recipe, checkpoint, runs, reads)
+        except Exception:
+            refuse_another_start(first.program, runs[-1].program)  # what differs explains it
+            raise
+        disown(run.program, run.history.given, run.release(), run.variables.standing)
         entries, autocast = reads.finish(), reads.says_autocast
-    halves = any(var.spec.dtype in (torch.float16, torch.bfloat16) for var in run.variables)
+    halves = any(var.spec.dtype in (torch.float16, torch.bfloat16) for var in run.variables.standing)
     return run, reads, HostWatch(entries, autocast_dtypes=autocast, half_precision=halves)
 
 
@@ -125,8 +128,8 @@ def agree(one: Recipe, other: Recipe) -> bool:
     randomness, runs, collecting = HostRandomness.read(), list[Recorder](), open_groups()
     try:
         with torch.inference_mode(False):
-            first = _run(one, None, _nothing, runs)
-            refuse_another_result(first.program, _run(other, first.program, _nothing, runs).program)
+            first, second = (_run(recipe, _nothing, runs).program for recipe in (one, other))
+            refuse_another_run(first, second)
     except Exception:  # whatever the function raises for the other one: its own trace says so
         return False
     finally:
@@ -142,7 +145,7 @@ def _clear(randomness: HostRandomness, collecting: Any, runs: list[Recorder]) ->
     randomness.restore_own()
     close_groups(but=collecting)
     for run in runs:
-        disown(run.program, run.history.given, run.release(), run.variables)
+        disown(run.program, run.history.given, run.release(), run.variables.standing)
 
 
 def _refuse_another_order(recipe: Recipe, program: Program) -> None:
@@ -182,13 +185,13 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
     # Not a context manager: contextlib would discard our error if the user's function raises StopIteration.
     try:
         with torch.inference_mode(False):
-            recorder = _run(recipe, None, checkpoint, runs)
+            recorder = _run(recipe, checkpoint, runs)
             grads.refuse_change(recipe.name)
             recorder = _once_filled(recipe, recorder, checkpoint, runs)
-            randomness.refuse_draws(recipe.name, lambda: _run(recipe, None, checkpoint, runs))
-            refuse_kept(recipe.name, recorder.program, recorder.variables, recorder.release())
+            randomness.refuse_draws(recipe.name, lambda: _run(recipe, checkpoint, runs))
+            refuse_kept(recipe.name, recorder.program, recorder.variables.standing, recorder.release())
             again, reads, watched = _watched(recipe, recorder, checkpoint, runs)
-            refuse_another_result(recorder.program, again.program)
+            refuse_another_run(recorder.program, again.program)
             refuse_unfound(recorder.tables, again.tables, watched.identical, reads.memory.remembered)
             host.refuse_change(watched, reads)
             _refuse_another_order(recipe, recorder.program)

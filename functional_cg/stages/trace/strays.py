@@ -35,7 +35,6 @@ __all__ = [
     "Table",
     "are_kept",
     "disown",
-    "is_cached",
     "may_be_table",
     "refuse_kept",
     "refuse_unfound",
@@ -154,13 +153,11 @@ class Table:
     Attributes:
       name: How the user's code writes it, or where it is read.
       tensor: The tensor.
-      cached: Whether a cache of ``functools`` holds it.
       refusal: What to raise if nothing finds it again.
     """
 
     name: str
     tensor: Tensor
-    cached: bool
     refusal: ForeignTensorError
 
 
@@ -174,7 +171,7 @@ def may_be_table(tensor: Tensor) -> bool:
     )
 
 
-def is_cached(tensor: Tensor) -> bool:
+def _is_cached(tensor: Tensor) -> bool:
     """Whether ``functools.cache`` or ``lru_cache`` holds a tensor, by itself or inside of what a function returned."""
     holders: list[Any] = [tensor]
     for _ in range(_DEEP):
@@ -201,10 +198,10 @@ def refuse_unfound(
     Raises:
       ForeignTensorError: For the first of them.
     """
-    cached = {id(table.tensor): table.cached for table in tables}
+    found = {id(table.tensor) for table in tables}
     for table in again:
         number = id(table.tensor)
-        if number not in cached or not (cached[number] or (number in remembered and number in compared)):
+        if number not in found or not (number in remembered & compared or _is_cached(table.tensor)):
             raise table.refusal
 
 

@@ -8,18 +8,15 @@ from itertools import zip_longest
 from operator import attrgetter
 from typing import Any
 
-from torch import Tensor
-
 from ...errors import BakedValueError
-from ...messages.source import Location
-from ...state.arena import BufferSpec
 from ...tensors.numbering import Numbers
 from ...tree import path_string
 from ..program import Constant, Instr, Program, Var
 from ..sub_programs import SubProgram, calls_of
 
-__all__ = ["refuse_another_call", "refuse_another_literal", "refuse_another_result", "refuse_another_start"]
+__all__ = ["LITERAL", "refuse_another_run", "refuse_another_start", "refuse_cold"]
 
+LITERAL = "literal"  # what the names of constants begin with that stand for literals
 _STORAGE = attrgetter("storage")
 
 
@@ -43,23 +40,36 @@ def _same(a: Any, b: Any) -> bool:
         return a is b
 
 
-def _same_op(one: Any, other: Any) -> bool:
-    """Whether two ops are one, or sub-programs of calls that were compared before."""
-    if isinstance(one, SubProgram) and isinstance(other, SubProgram):
-        return one.start == other.start
-    return one is other
+def _same_call(one: Instr | None, other: Instr | None) -> bool:
+    if one is None or other is None:
+        return False
+    alike = one.op is other.op
+    if isinstance(one.op, SubProgram) and isinstance(
+        other.op, SubProgram
+    ):  # of calls that were compared before
+        alike = one.op.start == other.op.start
+    return alike and _same(one.args, other.args) and _same(one.kwargs, other.kwargs)
 
 
-def refuse_another_call(first: Program, number: int, instr: Instr) -> None:
-    """Raise if a call differs from the call of the same number in the first trace."""
-    known = first.instrs[number] if number < len(first.instrs) else None
-    if (
-        known is None
-        or not _same_op(known.op, instr.op)
-        or not _same(known.args, instr.args)
-        or not _same(known.kwargs, instr.kwargs)
-    ):
-        raise _difference(first.function, known, instr)
+def refuse_another_start(first: Program, second: Program) -> None:
+    """Raise if what the second trace has recorded so far is not what the first one recorded until there.
+
+    Raises:
+      BakedValueError: Naming the first call, or the first literal, that differs.
+    """
+    for known, instr in zip_longest(first.instrs[: len(second.instrs)], second.instrs):
+        if not _same_call(known, instr):
+            raise _difference(first.function, known, instr)
+    for one, other in zip(first.constants, second.constants, strict=False):
+        if other.name.startswith(LITERAL) and not one.holds(other.value):
+            site = next((instr.site for instr in second.instrs if other.var in instr.inputs()), None)
+            raise BakedValueError.of(
+                first.function,
+                "a tensor literal differs between two traces.",
+                rows=[f"{other.var.spec}, at {site or 'entry'}"],
+                why="Replay would use the value of the trace for ever.",
+                fix="pass it as an input.",
+            )
 
 
 def _difference(function: str, first: Instr | None, then: Instr | None) -> BakedValueError:
@@ -76,19 +86,34 @@ def _difference(function: str, first: Instr | None, then: Instr | None) -> Baked
     )
 
 
-def refuse_another_literal(first: Program, number: int, value: Tensor, site: Location | None) -> None:
-    """Raise if a literal differs from the one of the same number in the first trace."""
-    if number >= len(first.constants) or not first.constants[number].holds(value):
+def refuse_another_run(first: Program, second: Program) -> None:
+    """Raise if the second trace differs from the first one in its calls, its literals, or what it returns.
+
+    Raises:
+      BakedValueError: Naming what differs.
+    """
+    refuse_another_start(first, second)
+    if len(second.instrs) < len(first.instrs):
+        raise _difference(first.function, first.instrs[len(second.instrs)], None)
+    rows = [
+        f"{path_string(path, 'metrics')}  first {a!r}   then {b!r}"
+        for path, a, b in zip(first.output_paths, first.outputs, second.outputs, strict=False)
+        if not _same(a, b)
+    ]
+    rows += [
+        f"first {a}   then {b}" for a, b in zip_longest(first.reports, second.reports) if str(a) != str(b)
+    ]
+    if rows or first.output_def != second.output_def:
         raise BakedValueError.of(
             first.function,
-            "a tensor literal differs between two traces.",
-            rows=[f"{BufferSpec.of(value)}, at {site}"],
-            why="Replay would use the value of the trace for ever.",
-            fix="pass it as an input.",
+            "returns Python values that differ between two traces.",
+            rows=rows,
+            why="A Python value among the metrics comes back as it was at the trace.",
+            fix="return a tensor; or add it to the `metrics` that the step returned, in the loop.",
         )
 
 
-def refuse_another_start(cold: Program, warm: Program, tables: Mapping[Var, Var]) -> None:
+def refuse_cold(cold: Program, warm: Program, tables: Mapping[Var, Var]) -> None:
     """Raise if a run that filled caches returns anything else than a later run, which finds the tables there.
 
     Args:
@@ -134,25 +159,3 @@ def _returned(program: Program, numbers: Numbers) -> list[tuple[str, Any]]:
     named += zip(paths, program.outputs, strict=True)
     named += ((str(report), one) for report in program.reports for one in report.values)
     return [(name, numbers.of(one) if isinstance(one, Var) else one) for name, one in named]
-
-
-def refuse_another_result(first: Program, second: Program) -> None:
-    """Raise if the second trace ends earlier than the first, or returns different values."""
-    if len(second.instrs) < len(first.instrs):
-        raise _difference(first.function, first.instrs[len(second.instrs)], None)
-    rows = [
-        f"{path_string(path, 'metrics')}  first {a!r}   then {b!r}"
-        for path, a, b in zip(first.output_paths, first.outputs, second.outputs, strict=False)
-        if not _same(a, b)
-    ]
-    rows += [
-        f"first {a}   then {b}" for a, b in zip_longest(first.reports, second.reports) if str(a) != str(b)
-    ]
-    if rows or first.output_def != second.output_def:
-        raise BakedValueError.of(
-            first.function,
-            "returns Python values that differ between two traces.",
-            rows=rows,
-            why="A Python value among the metrics comes back as it was at the trace.",
-            fix="return a tensor; or add it to the `metrics` that the step returned, in the loop.",
-        )
