@@ -180,7 +180,8 @@ def without_decay(state: Any, x: Tensor) -> Any:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_forgotten_value_is_named(name: str, step: Any, fields: set[str]) -> None:
     found = dropped(step, state_of(OPTIMIZERS[name]()), torch.randn(3))
-    assert {re.split(r"\W", text)[0] for text in found} == fields
+    stays = {"opt_state"} if name == "injected sgd" else set()  # its state is the rate alone
+    assert {re.split(r"\W", text)[0] for text in found} == fields - stays
     assert not any("hyperparams" in text for text in found)  # the update leaves them as they are
 
 

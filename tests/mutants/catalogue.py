@@ -276,8 +276,10 @@ MUTANTS = (
         "a refused trace leaves its fake tensors where they are",
         (
             (
-                "    for run in runs:\n"
-                "        disown(run.program, run.history.given, run.release(), run.variables.standing)\n",
+                (
+                    "    for run in runs:\n"
+                    "        disown(run.program, run.history.given, run.release(), run.variables.standing)\n"
+                ),
                 "    for run in runs:\n        run.release()\n",
             ),
         ),

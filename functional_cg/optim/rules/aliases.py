@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from functional_cg.ambient.own_work import hand_back
 from functional_cg.optim.algebra.base import (
     GradientTransformation,
     Optimizer,
@@ -63,7 +64,9 @@ class Alias(Optimizer):
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None
     ) -> tuple[Updates, OptState]:
-        return chain(*self.links).update(updates, state, params)
+        new = chain(*self.links).update(updates, state, params)
+        hand_back((updates, state), new)
+        return new
 
     def rules(self, state: OptState, params: Params) -> Iterator[Rule]:
         return chain(*self.links).rules(state, params)

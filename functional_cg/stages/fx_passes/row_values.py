@@ -325,7 +325,7 @@ _RULES: Mapping[Any, Callable[[RowLoss, fx.Node], Value | None]] = MappingProxyT
         _aten.exp.default: RowLoss.exp,
         _aten.nll_loss_backward.default: RowLoss.of_nll,
         _aten._log_softmax_backward_data.default: RowLoss.of_log_softmax,
-        **dict.fromkeys(_ARITHMETIC, RowLoss.arithmetic),
+        **{op: RowLoss.arithmetic for op in _ARITHMETIC},
         _aten.sub.Tensor: RowLoss.shifted,
     }
 )
