@@ -418,8 +418,6 @@ def mutable_parts(node: ast.AST, frozen: frozenset[str]) -> Iterator[ast.expr]:
                 yield from mutable_parts(child, frozen)
     elif isinstance(node, ast.comprehension):
         return  # what a comprehension runs over is not kept
-    elif isinstance(node, ast.comprehension):
-        return  # what a comprehension runs over is not kept
     elif isinstance(node, ast.Subscript):
         yield from mutable_parts(node.value, frozen)  # the slice of `Callable[[int], str]` is no list
     elif not isinstance(node, ast.Lambda):

@@ -172,7 +172,7 @@ class RowLoss:
         if isinstance(first, _Logits) and first.calls < len(self.calls) and is_by_element(node):
             _, calls = product_and_calls(node)
             return _Logits(len(calls)) if chain_of(calls) == chain_of(self.calls[: len(calls)]) else None
-        rule = _RULES.get(node.target)
+        rule = _RULES.get(node.target) or (RowLoss.arithmetic if node.target in _ARITHMETIC else None)
         made = None if rule is None else rule(self, node)
         exact = not isinstance(made, _Logp) or node.meta["spec"].dtype is torch.float32
         return made if exact else None
@@ -325,7 +325,6 @@ _RULES: Mapping[Any, Callable[[RowLoss, fx.Node], Value | None]] = MappingProxyT
         _aten.exp.default: RowLoss.exp,
         _aten.nll_loss_backward.default: RowLoss.of_nll,
         _aten._log_softmax_backward_data.default: RowLoss.of_log_softmax,
-        **{op: RowLoss.arithmetic for op in _ARITHMETIC},
         _aten.sub.Tensor: RowLoss.shifted,
     }
 )
