@@ -94,10 +94,10 @@ class Padded:
             matrix = self.graph.call_function(_T, (self.product,)) if turned else self.product
             if first is not turned:  # its columns are added up
                 other = self._operand(other, 0 if first else 1)
-            made = add(self.graph, _MM, (matrix, other) if first else (other, matrix), reader.meta["spec"])
-        if first is turned:
-            made = instead(reader, _aten.slice.Tensor, (made, 0 if first else 1, 0, self.columns))
-        reader.replace_all_uses_with(made)
+            args = (matrix, other) if first else (other, matrix)
+            if first is turned:  # its rows or columns are those of the padding, too
+                args = add(self.graph, _MM, args), 0 if first else 1, 0, self.columns
+        instead(reader, _aten.slice.Tensor if first is turned else _MM, args)
 
     def _operand(self, matrix: Any, dim: int) -> fx.Node:
         """Pad a dimension of a matrix that may be a transposed one, which is padded before."""
