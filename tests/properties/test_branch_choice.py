@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,14 +27,25 @@ def backward(layers: int, nbytes: int) -> list[Unit]:
     return units
 
 
+def test_a_chain_waits_for_others_only_where_memory_is_short() -> None:
+    """It could reuse what they have read, and estimates say that they are done: they may be wrong."""
+    units = backward(7, 2**22)
+    line = in_line(units)
+    given: Any = {"asked": "auto", "held": 0}
+    roomy = choose(units, frozenset(), **given)
+    assert roomy.lanes == 2
+    assert not [one for place in roomy.places if place.lane == 0 for one in place.waits]
+    short = choose(units, frozenset(), **given, memory=roomy.taken - line.taken - 1)
+    assert short.lanes == 2
+    assert [one for place in short.places if place.lane == 0 for one in place.waits]
+    assert line.taken < short.taken < roomy.taken
+    for timeline in (roomy, short):
+        refuse_races(timeline, "step")
+
+
 def test_memory_that_lanes_may_take_is_bounded() -> None:
     """By the option, or a share of the step's; fewer lanes take less."""
     units = backward(7, 2**22)
-    line = in_line(units)
-    roomy = choose(units, frozenset(), asked="auto", held=0)
-    assert roomy.lanes == 2
-    assert roomy.taken > line.taken + 2**25
-    refuse_races(roomy, "step")
     none = choose(units, frozenset(), asked="auto", held=0, memory=2**25 - 1)
     assert str(none) == "branches: none, more lanes would take over 32.00 MiB of memory"
     assert choose(units, frozenset(), asked=2, held=0, memory=0).lanes == 1
@@ -77,7 +89,8 @@ def test_each_unit_runs_once_and_after_those_that_it_reads(
     for number, before in enumerate(predecessors(units)):
         assert all(turn[one] < turn[number] for one in before)
     assert found.micros >= longest_way(units)
-    refuse_races(found, "step")
+    for frugal in (False, True):
+        refuse_races(listed(units, lanes, frozenset(), ahead, frugal=frugal), "step")
 
 
 @given(units=some_units(), busy=st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=12, max_size=12))

@@ -49,8 +49,9 @@ def choose(
     room = line.taken + more if asked == "auto" or memory is not None else math.inf
     best, why = line, _LITTLE if asked == "auto" else _CHAIN
     for lanes in range(2, _MOST + 1) if asked == "auto" else range(asked, 1, -1):
-        one = listed(units, lanes, kept, more)
-        if one.taken > room:
+        tried = (listed(units, lanes, kept, more, frugal=frugal) for frugal in (False, True))
+        one = next((one for one in tried if one.taken <= room), None)
+        if one is None:
             why = f"more lanes would take over {size_of(int(more))} of memory"
         elif asked != "auto":
             return one if one.lanes > 1 else replace(line, why=why)

@@ -151,7 +151,12 @@ def in_line(units: Sequence[Unit], kept: frozenset[Memory] = frozenset()) -> Tim
 
 
 def listed(
-    units: Sequence[Unit], lanes: int, kept: frozenset[Memory] = frozenset(), ahead: float = math.inf
+    units: Sequence[Unit],
+    lanes: int,
+    kept: frozenset[Memory] = frozenset(),
+    ahead: float = math.inf,
+    *,
+    frugal: bool = True,
 ) -> Timeline:
     """Spread units over at most so many lanes.
 
@@ -160,6 +165,7 @@ def listed(
       lanes: The most lanes; with collectives, one of them is theirs.
       kept: Memory that is never freed: what leaves the step.
       ahead: Bytes that units may allocate that run before others that precede them in the plan.
+      frugal: Whether a lane waits for memory that is about to be free.
     """
     if lanes == 1:
         return in_line(units, kept)
@@ -167,7 +173,8 @@ def listed(
     places = _assigned(units, before, lanes, ahead)
     used = {lane: number for number, lane in enumerate(sorted({0, *(place.lane for place in places)}))}
     places = [replace(place, lane=used[place.lane]) for place in places]
-    return Timeline(units, list(_ordered(units, places, before, kept)), len(used))
+    much = _MUCH if frugal else math.inf
+    return Timeline(units, list(_ordered(units, places, before, kept, much)), len(used))
 
 
 @dataclass(slots=True)
@@ -296,12 +303,17 @@ def _best(needed: Sequence[Place], lanes: Sequence[int], free: Sequence[float]) 
 
 
 def _ordered(
-    units: Sequence[Unit], places: Sequence[Place], before: Sequence[Sequence[int]], kept: frozenset[Memory]
+    units: Sequence[Unit],
+    places: Sequence[Place],
+    before: Sequence[Sequence[int]],
+    kept: frozenset[Memory],
+    much: float = math.inf,
 ) -> Iterator[Place]:
     """Add waits, none for what a lane has waited for already, and free memory.
 
     A lane allocates from what it has freed itself. So memory is freed where the lane that allocated it comes after all
-    units that touch it. A lane that allocates much waits for that, if it is much memory and they are done by then.
+    units that touch it. A lane that allocates much waits for that, if it is much memory and they are done by then: by
+    an estimate, so a lane that need not save memory is better off without such waits.
     """
     clocks, end = Clocks(), {place.unit: place.end for place in places}
     sizes = {memory: nbytes for unit in units for memory, nbytes in unit.made.items() if memory not in kept}
@@ -317,8 +329,8 @@ def _ordered(
     pending: dict[int, list[Memory]] = defaultdict(list)
     for place in places:
         waits, own = clocks.wait(place.lane, before[place.unit]), pending[place.lane]
-        if sum(units[place.unit].made.values()) >= _MUCH:
-            for memory in (one for one in own if sizes[one] >= _MUCH):
+        if sum(units[place.unit].made.values()) >= much:
+            for memory in (one for one in own if sizes[one] >= much):
                 if all(end[one] <= place.start for one in using[memory]):
                     waits += clocks.wait(place.lane, using[memory])
         clocks.run(place.lane, place.unit)
