@@ -653,7 +653,7 @@ MUTANTS = (
         "no liveness check: a tensor of the step that outlives its trace is not noticed",
         (
             (
-                "            refuse_kept(recipe.name, recorder.program, given, recorder.variables.standing, kept)\n",
+                "            refuse_kept(recipe.name, recorder.program, recorder.variables.standing, recorder.release())\n",
                 "            recorder.release()\n",
             ),
         ),
