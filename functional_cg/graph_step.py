@@ -186,8 +186,8 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
         With collectives, a number has to be asked for: one lane is theirs, and the order of all calls is chosen so that
         others, weight gradients above all, run beside them. A step with ops of other libraries runs in one line.
         ``explain()`` says what runs side by side, or why nothing does.
-      branch_memory: The most bytes that lanes take in addition to one line: segments of the allocator, which lanes do
-        not share, and for each lane with products a workspace of cuBLAS, 32 MiB on an H100. None is 5 % of the step's
+      branch_memory: The most bytes that lanes take in addition to one line: those of temporaries, which lanes do not
+        share, and for each lane with products a workspace of cuBLAS, 32 MiB on an H100. None is 5 % of the step's
         memory or 64 MiB, whichever is more, and no bound if ``branches`` is a number.
       compile_once: Whether a compiled step is cut where it repeats itself, and equal parts are compiled once: the
         layers of a transformer or of :func:`functional_cg.scan`, forward and backward. What is left to compile

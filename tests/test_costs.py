@@ -240,7 +240,7 @@ def test_a_capture_knows_its_costs_and_a_compiled_one_says_so() -> None:
     assert captured.cost_analysis().as_dict() == lowered.cost_analysis().as_dict()
     state, _ = step(state, BATCH)
     assert step.stats.captures == 1
-    plan = SimpleNamespace(schedule=lowered.plan.schedule, compiled=True, copies=False)
+    plan = SimpleNamespace(schedule=lowered.plan.schedule, compiled=True, copied=set())
     fused = costs.cost_analysis(lowered.program, plan)  # type: ignore[arg-type]
     assert "before fusion" in str(fused)
     assert "before fusion" not in str(lowered.cost_analysis())

@@ -20,6 +20,7 @@ from functional_cg.stages.lower.parts import in_parts
 from functional_cg.stages.passes.equal_calls import frozen
 from functional_cg.stages.plan import lower_aten
 from functional_cg.step import captures
+from functional_cg.step.leaf_costs import leaf_costs
 from functional_cg.testing import assert_trees_all_close, assert_trees_all_equal
 from tests.exact_programs import EXACT
 from tests.repeated import Repeated, repeated
@@ -194,6 +195,26 @@ def plan_on_a_gpu(program: Any, **options: Any) -> Any:
     """The plan of a step on a GPU, before it is compiled."""
     low = fcg.graph_step(program, lowering="aten").lower(program.state, program.batch(0))
     return lower(low.program, torch.device("cuda"), Options(branches=1, **options), low.reference)
+
+
+@dataclass
+class Kept:
+    """A step with one more leaf, which becomes the old value of another one."""
+
+    state: Any
+    batch: Any = PLAIN.batch
+
+    def __call__(self, state: Any, x: Any) -> Any:
+        new, metrics = PLAIN(state["own"], x)
+        return {"own": new, "kept": state["own"]["shared"]}, metrics
+
+
+def test_only_what_no_part_writes_is_said_to_be_copied() -> None:
+    plan = plan_on_a_gpu(Kept({"own": PLAIN.state, "kept": torch.ones(4).double()}), compile_once=True)
+    costs = leaf_costs(plan.program, plan, ["x"])["state"]
+    copied = {name.partition("state")[2]: entry.copied for name, entry in costs if entry.copied}
+    assert copied == {"['kept']": 64, "['own']['shared']": 32}
+    assert len(plan.copied) == 2
 
 
 def test_deep_programs_are_cut_unasked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,10 @@ from functional_cg.stages.trial.distances import Distances
 from functional_cg.stages.trial.host_memory import HostMemory
 from functional_cg.stages.trial.judge import Judge
 from functional_cg.stages.trial.reference import Output
+from functional_cg.stages.trial.space import Space
 from functional_cg.stages.trial.trial import Certificate
 from functional_cg.stages.trial.ulps import Shaker
+from functional_cg.stages.trial.variants import KINDS
 from functional_cg.state.arena import BufferSpec
 from functional_cg.step.certify import Certified
 from functional_cg.testing import assert_trees_all_equal
@@ -321,14 +323,15 @@ def test_too_little_memory_leaves_it_out_and_says_by_how_much(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The step's own call makes 4 MiB; what is free comes and goes."""
-    rooms = iter([2**20] * 8)
+    rooms, runs = iter([2**20] * 8), list[int]()
     for module in ("stages.trial.space", "step.certify"):
         monkeypatch.setattr(f"functional_cg.{module}.free_room", lambda buffers: next(rooms, 2**40))
 
+    def compiler(graph: fx.GraphModule, inputs: Any) -> Any:
+        return lambda *args: runs.append(1) or graph(*args)
+
     def step_of(certify: Any) -> Any:
-        return fcg.graph_step(
-            lambda s, x: ({"w": s["w"] + x}, {}), lowering=lambda graph, inputs: graph, certify=certify
-        )
+        return fcg.graph_step(lambda s, x: ({"w": s["w"] + x}, {}), lowering=compiler, certify=certify)
 
     state, x = {"w": torch.zeros(2**20)}, torch.ones(2**20)
     with pytest.raises(
@@ -336,7 +339,9 @@ def test_too_little_memory_leaves_it_out_and_says_by_how_much(
     ):
         step_of(True)(state, x)
     step = step_of("auto")
+    runs.clear()
     state, _ = step(state, x)
+    assert len(runs) == 2  # on other values, to see what it keeps of them, and the call itself
     assert "<lambda>: not certified: by 0.00 GiB" in caplog.text
     assert "  not certified: by 0.00 GiB, which its calls one by one take more than is free" in step.explain()
     list(rooms)
@@ -672,6 +677,18 @@ def test_an_error_of_a_compared_call_leaves_nothing_for_another_state() -> None:
     for _ in range(3):
         other, total = step(other, torch.ones(3))
     assert (other["w"].tolist(), float(total)) == ([104.0] * 3, 309.0)
+
+
+def test_zeros_have_no_copy_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("functional_cg.stages.trial.space.free_room", lambda buffers: 0)
+    slots = [torch.zeros(4), torch.ones(4), torch.tensor([0.0, -0.0])]
+    reference = fcg.graph_step(lambda s: ([one + 1 for one in s], {})).lower(slots).reference
+    space, kept = Space.of(reference, Buffers(slots, (), ()), inputs=False), [one.clone() for one in slots]
+    assert [one.tolist() for one in space.values] == [one.tolist() for one in kept[1:]]
+    space.vary(KINDS[0])
+    space.reset()
+    for one, value in zip(slots, kept, strict=True):
+        assert torch.equal(one.view(torch.int32), value.view(torch.int32))
 
 
 def test_ranks_record_together_or_not_at_all() -> None:

@@ -120,6 +120,20 @@ def test_what_a_checked_slot_becomes_is_checked_too() -> None:
         state, _ = step(state, torch.randn(3))
 
 
+def test_what_a_checked_place_was_computed_from_before_is_checked_too() -> None:
+    """A place becomes what is asserted, after some calls: then it may not come from flags or ``argmax`` either."""
+
+    def step(state: Any) -> Any:
+        s, t, u, a, b, c, d = state["chain"]
+        new = [t * 1.0, u * 1.0, a.float() * torch.eye(3), b + 0, c.argmax().reshape(1), d * 1.0, d * 1.0]
+        return {"chain": new, "table": state["table"] * 1.0}, torch.linalg.cholesky(s) + state["table"][a]
+
+    places = [torch.zeros(1, dtype=torch.long) for _ in "ab"]
+    chain = [*(torch.eye(3) for _ in "stu"), *places, torch.ones(5), torch.ones(5)]
+    lowered = fcg.graph_step(step).lower({"chain": chain, "table": torch.ones(5, 3)})
+    assert lowered.reference.unchecked.slots == (*[False] * 7, True)
+
+
 def test_the_mask_that_attention_draws_is_not_checked() -> None:
     """Else its bits, which the backward reads, would make all weights checked: a warm-up would copy them."""
     attention = torch.ops.fcg.scaled_dot_product_dropout_attention

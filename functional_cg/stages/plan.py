@@ -223,9 +223,9 @@ class Plan:
         return bool(self.heads)
 
     @property
-    def copies(self) -> bool:
-        """Whether new values are computed elsewhere and copied into their slots."""
-        return bool(self._runs.commits)
+    def copied(self) -> set[Var]:
+        """Slots and ranges whose new values are computed elsewhere and copied into them."""
+        return {old for old, _ in self._runs.commits}
 
     @property
     def temporaries(self) -> int:

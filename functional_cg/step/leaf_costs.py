@@ -28,9 +28,9 @@ def leaf_costs(program: Program, plan: Plan, inputs: Sequence[str]) -> dict[str,
     done = plan.schedule
     roles = dict.fromkeys(program.slots[: len(program.new_state)], ("passed through", 0))
     ranges = {known.var: known.leaves for known in program.ranges}
-    commits = {old for old, _ in done.commits}
+    copied = plan.copied
     for target, _ in program.updates:
-        copies = 2 if target in done.staged else int(plan.copies and target in commits)
+        copies = 2 if target in done.staged else int(target in copied)
         roles |= dict.fromkeys(ranges.get(target, (target,)), (_ROLES[copies], copies))
     slots = [(var.spec, *roles.get(var, ("borrowed", 0))) for var in program.slots]
     read = {var for instr in (*done.head, *done.fused) for var in instr.inputs()}

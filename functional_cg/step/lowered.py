@@ -493,7 +493,7 @@ class Lowered(metaclass=Documented):
         fused = f", {len(plan.fused)} of them in place" if plan.fused else ""
         into = "one function" if len(self.plan.heads) == 1 else f"{len(self.plan.heads)} functions"
         how = f"{calls}{fused}, compiled into {into}" if self.plan.compiled else f"{calls}{fused}"
-        copied = len(plan.commits) if self.plan.copies else len(plan.staged)
+        copied = len(self.plan.copied | plan.staged)
         twice = f", {len(plan.staged)} of them twice" if plan.staged else ""
         return f"{how}; {count(copied, 'new value')} copied into the state{twice}"
 

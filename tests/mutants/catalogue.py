@@ -653,8 +653,8 @@ MUTANTS = (
         "no liveness check: a tensor of the step that outlives its trace is not noticed",
         (
             (
-                "            refuse_kept(recipe.name, recorder.program, given, recorder.variables.standing, kept)\n",
-                "            recorder.release()\n",
+                "refuse_kept(recipe.name, recorder.program, recorder.variables.standing, recorder.release())\n",
+                "recorder.release()\n",
             ),
         ),
         (

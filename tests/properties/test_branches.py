@@ -13,6 +13,7 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.stages.lower.compiled import without_lanes
+from functional_cg.stages.plan import Buffers
 from functional_cg.stages.run.capture import CPUBackend
 from functional_cg.testing import assert_replay_equals_eager
 from functional_cg.testing import strategies as fst
@@ -225,6 +226,18 @@ def test_memory_and_explanation_of_branches() -> None:
     assert "branches" not in str(other)
 
 
+def test_an_error_of_the_rehearsal_has_the_users_line() -> None:
+    def rows(state: Any, at: Tensor) -> Any:
+        return {"a": state["a"].tanh() @ state["b"], "b": state["b"].exp() @ state["a"]}, state["a"][at]
+
+    lowered = branched(rows, 2).lower({"a": torch.eye(4), "b": torch.eye(4)}, torch.tensor([1]))
+    buffers = Buffers([torch.eye(4), torch.eye(4)], [torch.tensor([7])], [])
+    with pytest.raises(IndexError) as caught:
+        lowered.plan.rehearse(buffers)
+    line = rows.__code__.co_firstlineno + 1
+    assert f"`rows`: raised by its replay, at test_branches.py:{line};" in caught.value.__notes__[0]
+
+
 def test_what_runs_in_one_line_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(4, 4)
     for default in ({}, {"branches": "auto"}, {"compile_once": True, "lowering": "inductor"}):
@@ -242,6 +255,8 @@ def test_what_runs_in_one_line_says_why(monkeypatch: pytest.MonkeyPatch) -> None
     assert "branches" not in str(fcg.graph_step(heads, lowering="inductor").lower(fcg.place(start()), x))
     chain = branched(lambda s, x: ({"n": ((s["n"] + 1) * 2) - 3}, {})).lower({"n": torch.tensor(1)}, x)
     assert "branches: none, each call needs the one before" in str(chain)
+    moved = branched(lambda s: ({"a": s["b"], "b": s["a"]}, {})).lower({"a": x, "b": x + 1})
+    assert "branches: none, with this lowering it runs in one line" in str(moved)
     auto = fcg.graph_step(heads, branches="auto", backend=fcg.testing.Simulator())
     monkeypatch.setattr("functional_cg.stages.branches.choice._GAIN", 1e9)
     assert "branches: none, since they would gain less than they cost" in str(

@@ -97,7 +97,7 @@ class Timeline:
             + f", one of them for {count(links, 'collective')}" * bool(links)
             + f"; estimated {self.micros:,.0f} us, in one line {line.micros:,.0f} us; "
             + f"{self.measured}; " * bool(self.measured)
-            + f"{size_of(max(self.taken - line.taken, 0))} of memory in addition, workspaces for products included"
+            + f"{size_of(max(self.taken - line.taken, 0))} of temporaries in addition, workspaces for products included"
         )
 
     def collectives(self, shown: int = 12) -> list[str]:

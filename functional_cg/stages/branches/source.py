@@ -255,7 +255,11 @@ def rehearsed(timeline: Timeline, code: Code, names: Mapping[str, Any], static: 
     scope, there = {**names, "uninterrupted": uninterrupted}, {storage_key(tensor) for tensor in static}
     named, found, surprise = _names(timeline), dict[int, Memory](), ""
     for unit, frees in [(code.first, ()), *((timeline.units[p.unit], p.frees) for p in timeline.places)]:
-        exec("\n".join(_statements(unit)), scope)
+        try:
+            exec("\n".join(_statements(unit)), scope)
+        except Exception as error:
+            note(code.function, {}, partial(getattr, unit, "site"), error)
+            raise
         for memory, name in unit.defined:
             value = scope[name]
             if not isinstance(value, Tensor) or not value.untyped_storage().nbytes():
@@ -268,6 +272,7 @@ def rehearsed(timeline: Timeline, code: Code, names: Mapping[str, Any], static: 
             if not as_said:
                 surprise = surprise or unit.name
             found[key] = memory
+            del value  # else the last one would outlive its memory
         for name in (name for memory in frees for name in named[memory]):
             scope.pop(name, None)
         found = {key: memory for key, memory in found.items() if memory not in frees}

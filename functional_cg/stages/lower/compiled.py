@@ -72,7 +72,7 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
     asked = options.branches != 1 and options.compile_once is not True
     backend_lacks = without_lanes(device, options.backend) if asked else ""
     why = _in_one_line(program, options) if asked and not backend_lacks else ""
-    lanes = asked and not (backend_lacks or why)
+    lanes = asked and bool(program.instrs) and not (backend_lacks or why)
     held = sum(
         var.spec.nbytes for var in (*program.slots, *program.inputs, *(c.var for c in program.constants))
     )

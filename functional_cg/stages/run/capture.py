@@ -224,11 +224,11 @@ class CUDABackend:
         with torch.cuda.device(self._device), quiet():
             with self.aside():
                 plan.bind(buffers)  # with a compiler, compiles here, and only then knows what it may launch
+                if not plan.timeline.estimated:
+                    return plan
                 spare = scratch()
                 plan.rehearse(spare)
-                if (
-                    not plan.timeline.estimated
-                ):  # one line is known to be faster, or memory is elsewhere than it says
+                if not plan.timeline.estimated:  # memory is elsewhere than it says
                     return plan
                 line = plan.in_line()
                 line.bind(buffers)

@@ -7,6 +7,7 @@ of two elements is finite, the second is infinite, and the norm is that of the o
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -32,6 +33,7 @@ class Distances:
     def __init__(self) -> None:
         # By device: pieces with their rows, and what they should be.
         self._waiting: dict[torch.device, list[tuple[int, Tensor, Tensor]]] = {}
+        self._counts = Counter[torch.device]()  # how many elements they have
         # Rows with their norms.
         self._measured: list[tuple[Sequence[int], Tensor]] = []
         self._unlike: list[int] = []
@@ -50,8 +52,9 @@ class Distances:
         waiting = self._waiting.setdefault(one.device, [])
         for piece, other in zip(_pieces(one), _pieces(expected), strict=True):
             waiting.append((number, piece, other))
+            self._counts[one.device] += len(piece)
             # What is left of a large tensor would keep all of it alive.
-            if one.numel() > _AT_ONCE or sum(len(piece) for _, piece, _ in waiting) >= _AT_ONCE:
+            if one.numel() > _AT_ONCE or self._counts[one.device] >= _AT_ONCE:
                 self.measure()
 
     def known(self, count: int) -> tuple[Tensor, Tensor]:
@@ -81,6 +84,7 @@ class Distances:
                 ]
                 self._measured.append((numbers, torch.stack([*map(torch.stack, norms)])))
                 waiting.clear()
+        self._counts.clear()
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:

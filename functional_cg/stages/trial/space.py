@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -18,10 +19,10 @@ from .variants import vary
 
 __all__ = ["Space", "device_of", "free_host_memory", "free_room"]
 
-# Parts of the memory that is free: 4 is a quarter of it.
-_FOR_WORKSPACES = 8  # is left for the workspaces of kernels
-_FOR_VALUES = 4  # copies of slots and inputs stay on the device if they take less than this beside a run
-_OF_THE_HOST = 4  # values of the program may take this of the host's memory for a while
+_FOR_WORKSPACES = 8  # this part of what is free is left for the workspaces of kernels
+_FOR_VALUES = 4  # copies stay on the device if so many times their bytes, and a run, are less than the rest
+_OF_THE_HOST = 4  # values of the program may take this part of the host's free memory for a while
+_INTEGERS = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 
 @dataclass
@@ -32,8 +33,9 @@ class Space:
       buffers: The buffers.
       ample: Whether the device has room for the copies and for a run of the program; if not, the host keeps the
         copies, and the outputs of the program.
-      written: The tensors that may be written.
+      written: The tensors that may be written and have copies.
       values: Copies of their values.
+      zeros: Those without, as they are all zeros, which a host need not keep: an optimizer's moments at first.
       free: The tensors that may hold any value, each with a number of its own, and whether it is a leaf.
     """
 
@@ -41,6 +43,7 @@ class Space:
     ample: bool
     written: Sequence[Tensor]
     values: Sequence[Tensor]
+    zeros: Sequence[Tensor]
     free: Sequence[tuple[Tensor, int, bool]]
 
     @classmethod
@@ -56,8 +59,10 @@ class Space:
         written, room = [one for one, _, _ in given], free_room(buffers)
         copied = _FOR_VALUES * sum(one.nbytes for one in written)
         ample = room is None or copied + reference.at_once < room - room // _FOR_WORKSPACES
+        zeros = [] if ample else [one for one in written if _is_zero(one)]
+        written = [one for one in written if all(one is not zero for zero in zeros)]
         values = [torch.empty_like(one, device=one.device if ample else "cpu") for one in written]
-        space = cls(buffers, ample, written, values, free)
+        space = cls(buffers, ample, written, values, zeros, free)
         space.keep()
         return space
 
@@ -67,7 +72,7 @@ class Space:
 
     def reset(self) -> None:
         """Restore the values that were kept."""
-        uninterrupted(copies(self.written, self.values))
+        uninterrupted([*copies(self.written, self.values), *(one.zero_ for one in self.zeros)])
 
     def vary(self, kind: str) -> None:
         """Put other values in the buffers, made from those of the call."""
@@ -83,6 +88,12 @@ class Space:
     def host(self) -> int:
         """Return the bytes of host memory that it may take."""
         return free_host_memory() // _OF_THE_HOST
+
+
+def _is_zero(slot: Tensor) -> bool:
+    """Whether all bits are 0: -0.0 is not 0.0."""
+    integer = _INTEGERS.get(slot.itemsize)
+    return integer is not None and not slot.view(integer).any()
 
 
 def device_of(buffers: Buffers) -> torch.device:

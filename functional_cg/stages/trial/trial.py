@@ -122,7 +122,7 @@ class Trial:
           space: The buffers that the plan and the program run on.
         """
         usual = Finite()
-        _, found = self.again(space, partial(self._run, space), watch=usual)
+        _, found = self._on_its_own(space, partial(self._run, space), watch=usual)
         if self.together(bool(found)) or self.lacking:
             return found
         half = self.together(overflows(self._reference.program))
@@ -140,7 +140,6 @@ class Trial:
         space: Space,
         run: Callable[[], Sequence[Tensor]],
         recorded: Recorded | None = None,
-        watch: Watch | None = None,
     ) -> tuple[Sequence[Tensor], list[Difference]]:
         """Compare what a run makes of the values in the buffers; return its metrics, and the differences.
 
@@ -150,20 +149,38 @@ class Trial:
           space: The buffers.
           run: Runs the plan and returns the metrics, which a later run may overwrite.
           recorded: The comparison, if it is recorded.
+        """
+        metrics, found = self._on_its_own(space, run, recorded)
+        if metrics is None:  # a rank that runs alone would wait for the others
+            metrics = () if self.together(bool(found)) else run()
+        return metrics, found
+
+    def _on_its_own(
+        self,
+        space: Space,
+        run: Callable[[], Sequence[Tensor]],
+        recorded: Recorded | None = None,
+        watch: Watch | None = None,
+    ) -> tuple[Sequence[Tensor] | None, list[Difference]]:
+        """Return the metrics of a run, None if the slots do not hold what it made, and the differences.
+
+        Args:
+          space: As for :meth:`again`.
+          run: Likewise; it does not run if memory is too little for a comparison.
+          recorded: Likewise.
           watch: Called for each call of the program with what it makes.
         """
         if recorded is not None:
             self.lacking, expected = 0, recorded.expect()
         elif self._lacks(space):
-            return run(), []
+            return None, []
         else:
             expected = self._reference.values(space.buffers, on_host=not space.ample, watch=watch)
         metrics = run()
         outputs = self._reference.made(metrics, space.buffers.slots)
         found = self._judge.compare(outputs, expected, space.buffers, space.reset, recorded=recorded)
         self.share = self._judge.share
-        rerun = self._judge.runs and not self.together(bool(found))
-        return (run() if rerun else metrics), found
+        return (None if self._judge.runs else metrics), found
 
     def _on_others(self, space: Space, kind: str, usual: Finite) -> list[Difference]:
         """Return the differences on other values than those of the call.
@@ -206,17 +223,16 @@ class TrialOfFunctions(Trial):
 
     whole = False
 
-    def again(
+    def _on_its_own(
         self,
         space: Space,
         run: Callable[[], Sequence[Tensor]],
         recorded: Recorded | None = None,
         watch: Watch | None = None,
-    ) -> tuple[Sequence[Tensor], list[Difference]]:
+    ) -> tuple[None, list[Difference]]:
         found = self._compared(space)
         space.reset()
-        refused = self.together(bool(found))  # a rank that runs alone would wait for the others
-        return (() if refused else run()), found
+        return None, found
 
     def _on_others(self, space: Space, kind: str, usual: Finite) -> list[Difference]:
         return self._compared(space, kind)

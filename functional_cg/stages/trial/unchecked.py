@@ -47,10 +47,9 @@ class Unchecked:
         runs more than once, so the new value of a checked slot counts as well; its inputs are those of the call.
         """
         calls, checked = calls_of(program.instrs)[::-1], _Checked()
-        of_inputs = checked.by(calls)
-        of_slots, before = of_inputs, set[int]()
-        while of_slots != before:
-            before = of_slots
+        of_slots = of_inputs = checked.by(calls)
+        sizes = -1, -1
+        while sizes != (sizes := (len(checked.indices), len(checked.asserted))):  # they only grow
             for old, new in zip(program.slots, program.new_state, strict=False):
                 for known in (checked.indices, checked.asserted):
                     if old.storage in known:
