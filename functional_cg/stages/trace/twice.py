@@ -77,6 +77,10 @@ def _difference(function: str, first: Instr | None, then: Instr | None) -> Baked
         f"{when}  {f'{instr}   at {instr.site}' if instr else 'nothing'}"
         for when, instr in (("first", first), ("then ", then))
     ]
+    return _moved(function, rows)
+
+
+def _moved(function: str, rows: Sequence[str]) -> BakedValueError:
     return BakedValueError.of(
         function,
         "two traces of it differ: a value on the host moved in between.",
@@ -89,12 +93,18 @@ def _difference(function: str, first: Instr | None, then: Instr | None) -> Baked
 def refuse_another_run(first: Program, second: Program) -> None:
     """Raise if the second trace differs from the first one in its calls, its literals, or what it returns.
 
+    Equal calls may make equal values that change places: each leaf has to be the same one of them.
+
     Raises:
       BakedValueError: Naming what differs.
     """
     refuse_another_start(first, second)
     if len(second.instrs) < len(first.instrs):
         raise _difference(first.function, first.instrs[len(second.instrs)], None)
+    leaves = zip(first.slot_names, first.new_state, second.new_state, strict=False)
+    moved = [f"{name}  first {a}   then {b}" for name, a, b in leaves if not _same(a, b)]
+    if moved:
+        raise _moved(first.function, moved)
     rows = [
         f"{path_string(path, 'metrics')}  first {a!r}   then {b!r}"
         for path, a, b in zip(first.output_paths, first.outputs, second.outputs, strict=False)
