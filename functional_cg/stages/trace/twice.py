@@ -62,11 +62,10 @@ def refuse_another_start(first: Program, second: Program) -> None:
             raise _difference(first.function, known, instr)
     for one, other in zip(first.constants, second.constants, strict=False):
         if other.name.startswith(LITERAL) and not one.holds(other.value):
-            site = next((instr.site for instr in second.instrs if other.var in instr.inputs()), None)
             raise BakedValueError.of(
                 first.function,
                 "a tensor literal differs between two traces.",
-                rows=[f"{other.var.spec}, at {site or 'entry'}"],
+                rows=[f"{other.var.spec}, at {other.site}"],
                 why="Replay would use the value of the trace for ever.",
                 fix="pass it as an input.",
             )
