@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 from operator import attrgetter
 from typing import Any
@@ -136,7 +136,7 @@ def refuse_cold(cold: Program, warm: Program, tables: Mapping[Var, Var]) -> None
     later = Numbers(Var, _STORAGE, first.known)
     for constant, table in tables.items():
         later.name(constant, first.of(table))
-    _numbered(warm, cold.constants, later)
+    _numbered(warm, cold.constants, later, tables)
     pairs = list(zip_longest(_returned(cold, first), _returned(warm, later)))
     if cold.output_def != warm.output_def or not all(_same(one, other) for one, other in pairs):
         raise BakedValueError.of(
@@ -148,13 +148,18 @@ def refuse_cold(cold: Program, warm: Program, tables: Mapping[Var, Var]) -> None
         )
 
 
-def _numbered(program: Program, constants: Sequence[Constant], numbers: Numbers) -> Numbers:
-    """Number the values of a program; what it is given has the numbers of the run that has these constants."""
+def _numbered(
+    program: Program, constants: Sequence[Constant], numbers: Numbers, tables: Collection[Var] = ()
+) -> Numbers:
+    """Number the values of a program; what it is given has the numbers of the run that has these constants.
+
+    Tables have theirs already, whatever literal they are equal to.
+    """
     for place, var in enumerate((*program.slots, *program.inputs)):
         numbers.name(var, numbers.number(place))
     for one in program.constants:
         twin = next((other for other in constants if other.holds(one.value)), None)
-        if twin is not None:
+        if twin is not None and one.var not in tables:
             numbers.name(one.var, numbers.number(twin))
     for instr in calls_of(program.instrs):
         numbers.call(instr.op, instr.args, instr.kwargs, instr.outputs(), instr.writes)
