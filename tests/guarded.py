@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Self
 
@@ -183,6 +184,44 @@ def watched() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def gated(times: int) -> Iterator[None]:
+    for _ in range(times):
+        break
+    if not times:
+        yield
+        return
+    yield
+
+
+@contextlib.contextmanager
+def returning() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        return  # noqa: B012
+
+
+class Timer:
+    """Catches nothing, though its end reads as if it might."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            for name in ("one", "other"):
+                if name == "one":
+                    continue
+                try:
+                    {}[name]
+                except KeyError:
+                    pass
+
+
+@contextlib.contextmanager
 def forgiving() -> Iterator[None]:
     with contextlib.suppress(ValueError):
         yield
@@ -228,6 +267,12 @@ def raised_again(x: Tensor) -> Tensor:
         raise ValueError("bad batch") from error
 
 
+def timed(x: Tensor) -> Tensor:
+    timer = Timer()
+    with timer, gated(0), gated(1):
+        return bare(x)
+
+
 def in_a_handler(x: Tensor) -> Tensor:
     try:
         raise LookupError
@@ -259,6 +304,13 @@ def suppressed_by_its_own(x: Tensor) -> Tensor:
 def suppressed_further_out(x: Tensor) -> Tensor:
     y = x
     with torch.no_grad(), forgiving():
+        y = bare(x)
+    return y
+
+
+def suppressed_by_a_return(x: Tensor) -> Tensor:
+    y = x
+    with returning():
         y = bare(x)
     return y
 
@@ -306,6 +358,7 @@ TESTED = [
     otherwise,
     finally_,
     raised_again,
+    timed,
     in_a_handler,
 ]
 DECIDING = [
@@ -324,6 +377,7 @@ DECIDING = [
     suppressed,
     suppressed_by_its_own,
     suppressed_further_out,
+    suppressed_by_a_return,
     suppressed_by_a_decorator,
     lost_in_finally,
     counted,

@@ -325,3 +325,28 @@ def test_the_gradient_of_a_large_loss_lies_in_the_memory_of_the_logits() -> None
         node for head in plan.heads for node in head.graph.graph.nodes if "cross_entropy_" in str(node.target)
     ]
     assert len(losses) == 1
+
+
+def test_a_gradient_lives_no_longer_than_the_part_that_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part updates the leaves of its gradients: they do not wait for the end of the backward."""
+    monkeypatch.setattr(parts, "_WORTH", 2)
+    monkeypatch.setattr(repeats, "_LOSS", 2)
+
+    def train_step(state: fcg.TrainState, x: Any) -> Any:
+        def loss_fn(layers: Any) -> Any:
+            h = x
+            for a, b, c in layers:
+                h = torch.tanh(h @ a + b) * 1.5 + h * 0.5
+                h = torch.sin(h @ c) * 0.7 - h.cos()
+            return h.square().mean()
+
+        loss, grads = fcg.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    layers = [(torch.zeros(64, 64), torch.zeros(64), torch.zeros(64, 64)) for _ in range(6)]
+    state = fcg.TrainState.create(params=layers, optimizer=fcg.optim.adamw(0.01, weight_decay=0.1))
+    low = fcg.graph_step(train_step, lowering="aten").lower(state, torch.ones(4, 64))
+    options = Options(branches=1, compile_once=True)
+    plan = lower(low.program, torch.device("cuda"), options, low.reference)
+    assert len(plan.heads) > 1
+    assert plan.timeline.peak < sum(leaf.nbytes for layer in layers for leaf in layer) / 2

@@ -228,6 +228,17 @@ def test_what_a_function_remembers_is_a_constant(case: Callable[[], Case], warm:
     assert_trees_all_equal(fcg.snapshot(again), fcg.snapshot(twin))
 
 
+def test_a_table_may_equal_a_literal() -> None:
+    table = functools.lru_cache(lambda n: torch.arange(n).float())
+
+    @fcg.graph_step
+    def step(state: Any, x: Tensor) -> Any:
+        return {"w": state["w"] + table(3) * torch.tensor([0.0, 1.0, 2.0]) * x}, {}
+
+    state, _ = step(fcg.place({"w": torch.zeros(3)}), torch.ones(3))
+    assert_trees_all_equal(fcg.snapshot(state), {"w": torch.tensor([0.0, 1.0, 4.0])})
+
+
 @pytest.mark.parametrize("warm", [False, True], ids=["first call", "was called before"])
 @pytest.mark.parametrize("case", [cached, in_a_dict, in_a_dict_by_get, in_a_global])
 def test_a_table_that_is_written_is_loud(case: Callable[[], Case], warm: bool) -> None:

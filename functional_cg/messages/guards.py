@@ -22,7 +22,7 @@ from .code_reading import Site
 __all__ = ["compares_in_guard", "guard_of", "may_swallow"]
 
 _LEAVES = ast.Return | ast.Break | ast.Continue | ast.Yield | ast.YieldFrom | ast.Await
-_CATCHES = ast.ExceptHandler | ast.With | ast.AsyncWith | ast.Break | ast.Continue
+_CATCHES = ast.ExceptHandler | ast.With | ast.AsyncWith
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 # Exceptions that say more than that something is wrong.
 _SIGNALS = frozenset({"StopIteration", "StopAsyncIteration", "AttributeError"})
@@ -165,10 +165,9 @@ def _lets_pass(site: Site, manager: ast.expr) -> bool:
         nodes = [*ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function))))]
     except (OSError, SyntaxError, TypeError, ValueError):
         return False
-    returned = [node.value for node in nodes if isinstance(node, ast.Return)]
-    said = [
-        value
-        for value in returned
-        if not (value is None or (isinstance(value, ast.Constant) and not value.value))
-    ]
-    return not (any(isinstance(node, _CATCHES) for node in nodes) or (said if is_class else returned))
+    if is_class:  # what `__exit__` returns decides alone
+        returned = (node.value for node in nodes if isinstance(node, ast.Return))
+        return all(
+            value is None or (isinstance(value, ast.Constant) and not value.value) for value in returned
+        )
+    return not any(isinstance(node, _CATCHES) or _leaves(getattr(node, "finalbody", ())) for node in nodes)

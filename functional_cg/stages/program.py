@@ -169,11 +169,12 @@ class Instr:
 
 @dataclass(eq=False, slots=True)
 class Constant:
-    """A tensor that the step owns: declared with ``constants=``, or a literal such as ``torch.tensor([1, 2])``."""
+    """A tensor that the step owns: declared with ``constants=``, or a literal ``torch.tensor([1, 2])`` on a line."""
 
     var: Var
     value: Tensor
     name: str
+    site: Location | None = None
 
     def holds(self, other: Tensor) -> bool:
         """Whether another tensor has the same shape, dtype and bits."""

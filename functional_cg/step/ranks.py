@@ -29,7 +29,7 @@ from ..shards.mesh import Axis, Mesh
 from ..shards.transfers import RECEIVE, SEND
 from ..stages.program import Instr, Program, Var
 from ..stages.schedule import live_instrs
-from ..stages.sub_programs import unrolled
+from ..stages.sub_programs import SubProgram, each_once
 from ..state.arena import BufferSpec
 from ..tensors.op_table import row_of
 
@@ -44,10 +44,12 @@ def groups_of(program: Program, mesh: Mesh | None) -> Groups:
     """Return the groups that a program communicates over on a GPU; none on a CPU, whose calls are run each time."""
     if mesh is None or mesh.device.type == "cpu":
         return Groups((), Captures() if mesh is None else mesh.captures)
-    calls = (
-        instr for instr in unrolled(program).instrs if instr.op in (SEND, RECEIVE) or is_collective(instr.op)
-    )
+    calls = filter(_meets, each_once(program.instrs))
     return Groups({instr.args[-1] for instr in calls}, mesh.captures)
+
+
+def _meets(instr: Instr) -> bool:
+    return instr.op in (SEND, RECEIVE) or is_collective(instr.op)
 
 
 @no_garbage_collection()
@@ -72,22 +74,22 @@ def meet(
     Raises:
       RankError: On all ranks, naming those that are missing or differ, or leaves that would diverge.
     """
-    program, function = unrolled(traced), traced.function
-    leaves = zip((*program.slot_names, *names), (*program.slots, *program.inputs), strict=True)
-    ops = " ".join(str(instr.op) for instr in program.instrs)
+    function = traced.function
+    leaves = zip((*traced.slot_names, *names), (*traced.slots, *traced.inputs), strict=True)
+    ops = " ".join(str(instr.op) for instr in (*traced.instrs, *each_once(traced.instrs)))
     lines = [
         f"capture `{function}`",
         *(f"{name}  {_spec(var)}" for name, var in leaves),
-        f"{len(program.instrs)} ATen calls, {hashlib.blake2b(ops.encode(), digest_size=8).hexdigest()}",
+        f"{len(traced.instrs)} ATen calls, {hashlib.blake2b(ops.encode(), digest_size=8).hexdigest()}",
         "on lanes" if on_lanes else "in one line",
         *_collectives(lowered, mesh),
     ]
     mesh.ranks.agree(function, "\n".join(lines))
     if mesh.stages is not None:
         _refuse_unmet(traced, lowered, mesh, mesh.stages)
-    numbers = mesh.ranks.beside(_said(mesh, function, lines[0], told_apart(program)))
+    numbers = mesh.ranks.beside(_said(mesh, function, lines[0], told_apart(traced)))
     if mesh.wide:  # else no two ranks hold the same leaf whole, or shards of one
-        _refuse_divergence(program, specs, names, mesh, _apart(numbers, mesh))
+        _refuse_divergence(traced, specs, names, mesh, _apart(numbers, mesh))
 
 
 def _said(mesh: Mesh, function: str, title: str, mine: Any) -> list[Any]:
@@ -179,7 +181,10 @@ def _unlike(ends: Sequence[tuple[Any, str, list[str]]]) -> Iterator[str]:
 
 
 def told_apart(program: Program) -> list[str]:
-    """Return what ranks compare of a program: a hash of each constant, then of the numbers in each call."""
+    """Return what ranks compare of a program: a hash of each constant, then of the numbers in each call.
+
+    Those in a sub-program have one hash, however many calls it stands for: ranks read all of this from each other.
+    """
     return [*(_digest_of(one.value) for one in program.constants), *map(_word_of, program.instrs)]
 
 
@@ -329,11 +334,21 @@ def _followed(
     for number, constant in enumerate(program.constants):
         differs.add(constant.var, dict.fromkeys(others.get(number, ()), constant.name))
 
-    for number, instr in enumerate(program.instrs, len(program.constants)):
+    def follow(instr: Instr, differs: _Differences, told: Axes) -> None:
+        if isinstance(instr.op, SubProgram):
+            given, inside = instr.args[0], _Differences()
+            for mine, var in zip(instr.op.given, given, strict=True):
+                inside.note([mine], [mine.storage], differs.of(var))
+            meets = instr.op.known("meets", lambda one: any(map(_meets, one.calls)))
+            for one in instr.op.calls if meets or any(map(differs.of, given)) else ():
+                follow(one, inside, {})
+            for mine, var in zip(instr.op.results, instr.out, strict=True):
+                differs.note([var], {one.storage for one in given}, {**inside.of(mine), **told})
+            return
         found: dict[str, str] = {}
         for var in () if row_of(instr.op).fresh else instr.inputs():
             found = {**differs.of(var), **found}
-        found = {**dict.fromkeys(others.get(number, ()), f"a number of Python in {instr.op}"), **found}
+        found = {**told, **found}
         if _is_between_stages(instr, mesh):
             group = instr.args[-1]
             place = f"{group} {counts[group]} {of_data}"
@@ -348,6 +363,9 @@ def _followed(
             found.setdefault(axes.get(instr.args[-1], "ranks"), "the rank's own part of a sum")
         looked_at = {var.storage for var in instr.inputs()} - {var.storage for var in instr.writes}
         differs.note((*instr.outputs(), *instr.writes), looked_at, found)
+
+    for number, instr in enumerate(program.instrs, len(program.constants)):
+        follow(instr, differs, dict.fromkeys(others.get(number, ()), f"a number of Python in {instr.op}"))
     return differs.of
 
 
@@ -376,6 +394,8 @@ class _Differences:
 
 
 def _word_of(instr: Instr) -> str:
+    if isinstance(instr.op, SubProgram):
+        return instr.op.known("numbers", lambda one: _word(" ".join(map(_word_of, one.calls))))
     return _word(repr(list(_numbers([instr.args, *instr.kwargs.values()]))))
 
 

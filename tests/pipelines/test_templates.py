@@ -86,11 +86,17 @@ def zeros(variables: Sequence[Var]) -> list[Tensor]:
 
 @each_variant
 def test_what_is_said_of_a_program_is_what_is_said_of_its_calls(run: Run) -> None:
-    """What is read and drawn."""
+    """What is read and drawn, and over which ranks each new leaf may differ."""
     program = lowered(run).reference.program
     every = unrolled(program)
     assert len(every.instrs) > len(program.instrs)
     assert inspection_of(program, ()) == inspection_of(every, ())
+    mesh = Mesh((Axis("data", 2, 0, "group"),))
+    specs, names = [var.spec for var in program.slots], [f"input {i}" for i, _ in enumerate(program.inputs)]
+    for of_data in (False, True):
+        found = [_followed(one, specs, names, mesh, {}, {}, {}, of_data=of_data) for one in (program, every)]
+        for var in (*program.new_state, *program.results):
+            assert found[0](var) == found[1](var)
 
 
 def test_all_that_a_checked_result_is_made_of_is_checked() -> None:
@@ -157,10 +163,11 @@ def test_a_number_that_differs_between_ranks_counts_where_a_template_is_called()
 
         traced = fcg.graph_fn(function, lowering="aten").lower(torch.tensor(1.0)).reference.program
         assert len(templates_of(traced)) == 2
-        return unrolled(traced)
+        return traced
 
     one, other = program(2.0), program(3.0)
-    words = zip(told_apart(one), told_apart(other), strict=True)
+    words = list(zip(told_apart(one), told_apart(other), strict=True))
+    assert len(words) == len(one.constants) + len(one.instrs)  # one word for all that a template holds
     _, place = (number for number, (mine, its) in enumerate(words) if mine != its)
     specs = [var.spec for var in one.slots]
     mesh = Mesh((Axis("data", 2, 0, "group"),))

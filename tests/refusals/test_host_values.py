@@ -308,8 +308,12 @@ def clock(s, b):
     return s, s["w"] * time.perf_counter()
 
 
+def seconds():
+    return torch.tensor(time.perf_counter(), dtype=torch.float64)
+
+
 def clock_literal(s, b):
-    return s, s["w"] * torch.tensor(time.perf_counter(), dtype=torch.float64)
+    return s, s["w"] * seconds()
 
 
 def clock_metric(s, b):
@@ -355,7 +359,23 @@ def test_number_of_calls_that_moves(numbers, rows):
 
 def test_literal_that_moves():
     match = r"a tensor literal differs between two traces(.|\n)*f64\[\]@cpu"
-    assert_refused(clock_literal, BakedValueError, match, where=clock_literal)
+    assert_refused(clock_literal, BakedValueError, match, where=seconds)
+
+
+def test_new_leaves_that_change_places():
+    turns = iter((False, True))
+
+    def exchanging(s, b):
+        one, other = s["w"] + 1, s["w"] + 2
+        if next(turns):
+            one, other = other, one
+        return {"w": one, "v": other}, {}
+
+    step = fcg.graph_step(exchanging)
+    with pytest.raises(
+        BakedValueError, match=r"two traces of it differ(.|\n)*s\['w'\]  first t\d   then t\d"
+    ):
+        step(fcg.place({"w": torch.ones(3), "v": torch.ones(3)}), torch.ones(3))
 
 
 def test_metric_that_moves():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from ..program import Instr, Program, Var, written_storages
 from ..schedule import Schedule, schedule
 from ..sub_programs import SubProgram
 from ..trial.reference import Reference
-from .early_updates import by_leaf, joined
+from .early_updates import Leaf, by_leaf, joined
 from .functions import Compiler, Part, collects, compiled_once, grouped
 from .repeats import cuts
 
@@ -181,7 +182,11 @@ def _pieces(calls: Sequence[Instr]) -> set[Var]:
 
 
 def _divided(values: _Values) -> list[list[Instr]] | None:
-    """Cut the calls of a program into those of parts; None if their order matters otherwise."""
+    """Cut the calls of a program into those of parts; None if their order matters otherwise.
+
+    A call of the update goes into the first part behind what it reads, and behind the readers of the leaf that it
+    replaces: so a gradient lives no longer than the part that makes it.
+    """
     calls, written = values.calls, values.written
     end = max((number for number, instr in enumerate(calls, 1) if instr.backward), default=len(calls))
     base, update = calls[:end], calls[end:]
@@ -192,9 +197,21 @@ def _divided(values: _Values) -> list[list[Instr]] | None:
         for storage in {var.storage for var in _touched(instr)} & written:
             spans[storage] = spans.get(storage, (number, number))[0], number
     places = [one for one in cuts(base) if not any(first < one <= last for first, last in spans.values())]
-    leaves = by_leaf(update, [new for _, new in values.plan.commits])
-    pieces = _cut(leaves, cuts([leaf.call for leaf in leaves]))
-    return [*_cut(base, places), *map(joined, pieces)]
+    parts = _cut(base, places)
+    born = {var.storage: n for n, part in enumerate(parts) for instr in part for var in instr.outputs()}
+    read = {var.storage: n for n, part in enumerate(parts) for instr in part for var in instr.inputs()}
+    target = {new.storage: old.storage for old, new in values.plan.commits}
+    added: list[list[Leaf]] = [[] for _ in parts]
+    for leaf in by_leaf(update, [new for _, new in values.plan.commits]):
+        made = [var.storage for var in leaf.call.outputs()]
+        after = [born.get(var.storage, 0) for var in leaf.call.inputs()]
+        number = max([*after, *(read.get(target.get(one, one), 0) for one in made)], default=0)
+        born |= dict.fromkeys(made, number)
+        added[number].append(leaf)
+    late = _cut(added[-1], cuts([leaf.call for leaf in added[-1]])) if added else []
+    if len(late) > 1:
+        added[-1:] = [[], *late]
+    return [[*part, *joined(leaves)] for part, leaves in zip_longest(parts, added, fillvalue=[])]
 
 
 def _touched(instr: Instr) -> Iterable[Var]:

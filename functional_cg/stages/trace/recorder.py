@@ -304,7 +304,8 @@ class Recorder(TorchDispatchMode):
         return tensor
 
     def _add_literal(self, var: Var, value: Tensor) -> None:
-        self.program.constants.append(Constant(var, value, f"{LITERAL} {len(self.program.constants)}"))
+        name = f"{LITERAL} {len(self.program.constants)}"
+        self.program.constants.append(Constant(var, value, name, self._origins.line()))
 
     def _fold(self, func: Any, args: Sequence[Any], out: Any) -> bool:
         """Fold a known value moved to the device into a literal there: a graph cannot copy from pageable memory."""

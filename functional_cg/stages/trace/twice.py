@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 from operator import attrgetter
 from typing import Any
@@ -62,11 +62,10 @@ def refuse_another_start(first: Program, second: Program) -> None:
             raise _difference(first.function, known, instr)
     for one, other in zip(first.constants, second.constants, strict=False):
         if other.name.startswith(LITERAL) and not one.holds(other.value):
-            site = next((instr.site for instr in second.instrs if other.var in instr.inputs()), None)
             raise BakedValueError.of(
                 first.function,
                 "a tensor literal differs between two traces.",
-                rows=[f"{other.var.spec}, at {site or 'entry'}"],
+                rows=[f"{other.var.spec}, at {other.site}"],
                 why="Replay would use the value of the trace for ever.",
                 fix="pass it as an input.",
             )
@@ -77,6 +76,10 @@ def _difference(function: str, first: Instr | None, then: Instr | None) -> Baked
         f"{when}  {f'{instr}   at {instr.site}' if instr else 'nothing'}"
         for when, instr in (("first", first), ("then ", then))
     ]
+    return _moved(function, rows)
+
+
+def _moved(function: str, rows: Sequence[str]) -> BakedValueError:
     return BakedValueError.of(
         function,
         "two traces of it differ: a value on the host moved in between.",
@@ -89,12 +92,18 @@ def _difference(function: str, first: Instr | None, then: Instr | None) -> Baked
 def refuse_another_run(first: Program, second: Program) -> None:
     """Raise if the second trace differs from the first one in its calls, its literals, or what it returns.
 
+    Equal calls may make equal values that change places: each leaf has to be the same one of them.
+
     Raises:
       BakedValueError: Naming what differs.
     """
     refuse_another_start(first, second)
     if len(second.instrs) < len(first.instrs):
         raise _difference(first.function, first.instrs[len(second.instrs)], None)
+    leaves = zip(first.slot_names, first.new_state, second.new_state, strict=False)
+    moved = [f"{name}  first {a}   then {b}" for name, a, b in leaves if not _same(a, b)]
+    if moved:
+        raise _moved(first.function, moved)
     rows = [
         f"{path_string(path, 'metrics')}  first {a!r}   then {b!r}"
         for path, a, b in zip(first.output_paths, first.outputs, second.outputs, strict=False)
@@ -127,7 +136,7 @@ def refuse_cold(cold: Program, warm: Program, tables: Mapping[Var, Var]) -> None
     later = Numbers(Var, _STORAGE, first.known)
     for constant, table in tables.items():
         later.name(constant, first.of(table))
-    _numbered(warm, cold.constants, later)
+    _numbered(warm, cold.constants, later, tables)
     pairs = list(zip_longest(_returned(cold, first), _returned(warm, later)))
     if cold.output_def != warm.output_def or not all(_same(one, other) for one, other in pairs):
         raise BakedValueError.of(
@@ -139,13 +148,18 @@ def refuse_cold(cold: Program, warm: Program, tables: Mapping[Var, Var]) -> None
         )
 
 
-def _numbered(program: Program, constants: Sequence[Constant], numbers: Numbers) -> Numbers:
-    """Number the values of a program; what it is given has the numbers of the run that has these constants."""
+def _numbered(
+    program: Program, constants: Sequence[Constant], numbers: Numbers, tables: Collection[Var] = ()
+) -> Numbers:
+    """Number the values of a program; what it is given has the numbers of the run that has these constants.
+
+    Tables have theirs already, whatever literal they are equal to.
+    """
     for place, var in enumerate((*program.slots, *program.inputs)):
         numbers.name(var, numbers.number(place))
     for one in program.constants:
         twin = next((other for other in constants if other.holds(one.value)), None)
-        if twin is not None:
+        if twin is not None and one.var not in tables:
             numbers.name(one.var, numbers.number(twin))
     for instr in calls_of(program.instrs):
         numbers.call(instr.op, instr.args, instr.kwargs, instr.outputs(), instr.writes)
