@@ -724,7 +724,11 @@ def test_masked_refuses_an_optimizer() -> None:
         (lambda: optim.adamw(0.1, weight_decay=None), TypeError, "adamw: weight_decay must be a number"),
         (lambda: optim.sgd(0.1, None), TypeError, "sgd: momentum must be a number or a tensor, got NoneType"),
         (lambda: optim.adam(0.1, eps=(1e-8, 1e-8)), TypeError, "adam: eps must be .* got tuple"),
-        (lambda: optim.schedule_free(optim.sgd(0.1), b1=None), TypeError, "schedule_free: b1 must be a number"),
+        (
+            lambda: optim.schedule_free(optim.sgd(0.1), b1=None),
+            TypeError,
+            "schedule_free: b1 must be a number",
+        ),
         (
             lambda: optim.lookahead(optim.sgd(0.1), slow_step_size=None),
             TypeError,
@@ -903,7 +907,9 @@ def test_sgd_widens_one_16_bit_leaf_at_a_time() -> None:
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
-            found = [one for one in tree.leaves(out) if isinstance(one, Tensor) and one.dtype == torch.float32]
+            found = [
+                one for one in tree.leaves(out) if isinstance(one, Tensor) and one.dtype == torch.float32
+            ]
             alive.extend(map(weakref.ref, found))
             Wide.most = max(Wide.most, sum(one() is not None for one in alive))
             return out

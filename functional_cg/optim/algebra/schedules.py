@@ -52,7 +52,9 @@ class _Checked(Schedule):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        given = [(one, getattr(self, one.name)) for one in fields(cast("Any", self)) if one.name not in _OTHERS]
+        given = [
+            (one, getattr(self, one.name)) for one in fields(cast("Any", self)) if one.name not in _OTHERS
+        ]
         numbers = {one.name: value for one, value in given if value is not None or one.default is not None}
         are_numbers(name, **numbers)
         for key in numbers.keys() & {"transition_steps", "decay_steps", "decay_rate"}:
