@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -719,6 +720,20 @@ def test_masked_refuses_an_optimizer() -> None:
         (lambda: optim.sgd(0.1, nesterov=True), ValueError, "nesterov=True needs momentum"),
         (lambda: optim.sgd(0.1, momentum=1.0), ValueError, "sgd: momentum must be in"),
         (lambda: optim.clip_by_global_norm(0.0), ValueError, "max_norm is 0"),
+        (lambda: optim.adam(None), TypeError, "adam: learning_rate must be .* a schedule, got NoneType"),
+        (lambda: optim.adamw(0.1, weight_decay=None), TypeError, "adamw: weight_decay must be a number"),
+        (lambda: optim.sgd(0.1, None), TypeError, "sgd: momentum must be a number or a tensor, got NoneType"),
+        (lambda: optim.adam(0.1, eps=(1e-8, 1e-8)), TypeError, "adam: eps must be .* got tuple"),
+        (
+            lambda: optim.schedule_free(optim.sgd(0.1), b1=None),
+            TypeError,
+            "schedule_free: b1 must be a number",
+        ),
+        (
+            lambda: optim.lookahead(optim.sgd(0.1), slow_step_size=None),
+            TypeError,
+            "lookahead: slow_step_size must be a number",
+        ),
         *(
             (make, TypeError, rf"{name}: takes gradient transformations, such as .* got {kind}")
             for name, make, kind in (
@@ -884,6 +899,31 @@ def test_sgd_moves_every_element_of_a_16_bit_leaf(options: dict[str, Any], dtype
     torch.testing.assert_close(params["w"], theirs.detach(), rtol=2e-2, atol=2e-2)
 
 
+def test_sgd_widens_one_16_bit_leaf_at_a_time() -> None:
+    alive: list[weakref.ref[Tensor]] = []
+
+    class Wide(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            found = [
+                one for one in tree.leaves(out) if isinstance(one, Tensor) and one.dtype == torch.float32
+            ]
+            alive.extend(map(weakref.ref, found))
+            Wide.most = max(Wide.most, sum(one() is not None for one in alive))
+            return out
+
+    params = [torch.randn(33).bfloat16() for _ in range(8)]
+    tx = optim.sgd(0.1, 0.9)
+    state = tx.init(params)
+    with Wide():
+        together, _ = tx.step(params, state, params)
+    assert 0 < Wide.most <= 8, "three that go in, two that come out"
+    for leaf, moved in zip(params, together, strict=True):
+        assert_same(tx.step([leaf], tx.init([leaf]), [leaf])[0], [moved])
+
+
 def test_inject_hyperparams_wants_a_factory() -> None:
     with pytest.raises(
         TypeError,
@@ -1013,6 +1053,23 @@ def test_a_link_behind_a_rate_leaves_it_its_size_or_says_that_it_takes_gradients
 )
 def test_one_learning_rate_for_each_leaf_is_enough(tx: Any) -> None:
     fcg.TrainState.create(params={"w": torch.ones(2)}, optimizer=tx)
+
+
+def test_ways_through_many_masks_are_few() -> None:
+    """24 masked links have 2**24 ways through them, and learning rates are looked for on ways that differ."""
+    masks = [optim.masked(optim.scale(0.5), DECAY) for _ in range(24)]
+    params = {"w": torch.ones(2), "b": torch.ones(1)}
+    tx = optim.chain(*masks, optim.adam(0.1))
+    assert len(tx.paths) == 1
+    fcg.TrainState.create(params=params, optimizer=tx)
+    late = [optim.masked(optim.scale_by_adam(), DECAY) for _ in range(24)]
+    assert len(optim.chain(*late, optim.adam(0.1)).paths) < 5
+    with pytest.raises(ValueError, match="behind a learning rate"):
+        fcg.TrainState.create(params=params, optimizer=optim.chain(optim.sgd(0.1), *masks, *late))
+    with pytest.raises(ValueError, match="2 learning rates in a row"):
+        fcg.TrainState.create(params=params, optimizer=optim.chain(optim.sgd(0.1), *masks, optim.sgd(0.1)))
+    with pytest.raises(ValueError, match="no learning rate"):
+        fcg.TrainState.create(params=params, optimizer=optim.chain(*masks))
 
 
 @pytest.mark.parametrize("optimizer", _UPHILL, ids=lambda tx: repr(tx)[:60])

@@ -498,6 +498,7 @@ def test_each_number_of_each_link_is_checked(name: str, number: str, wrong: Any)
         (lambda: optim.lars(0.1, weight_decay=-1.0), "lars: weight_decay must be at least 0"),
         (lambda: optim.novograd(0.1, b2=1.0), "novograd: b2 must be in"),
         (lambda: optim.adafactor(0.1, eps=(1.0,)), "adafactor: eps is a pair"),
+        (lambda: optim.adafactor(0.1, eps=1e-8), "adafactor: eps is a pair, got 1e-08"),
         (lambda: optim.clip_by_rms(0.0), "clip_by_rms: threshold is 0"),
         (lambda: optim.clip_by_value(0.0), "clip_by_value: max_delta is 0"),
         (lambda: optim.clip_by_norm(-1.0), "clip_by_norm: max_norm must be at least 0"),

@@ -158,6 +158,18 @@ def test_arguments_are_checked(make: Callable[[], object], match: str) -> None:
         make()
 
 
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: optim.linear(None, 1.0, 10), "linear: init_value must be a number, got NoneType"),
+        (lambda: optim.warmup_cosine(1.0, 1, None), "warmup_cosine: decay_steps must be a number, got None"),
+    ],
+)
+def test_none_is_no_number(make: Callable[[], object], match: str) -> None:
+    with pytest.raises(TypeError, match=match):
+        make()
+
+
 SLOPE = optim.linear(0.5, 0.9, 6)
 
 

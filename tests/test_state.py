@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import einops
 import numpy as np
@@ -1091,7 +1091,10 @@ def test_generators_of_strategies_make_states(getkey: Callable[[], Tensor]) -> N
 class _Counts:
     """A node whose methods write to it, in a slot and in a dict of its own."""
 
+    made: ClassVar[int] = 0
+
     def __init__(self, n: Any) -> None:
+        _Counts.made += 1
         self.n = n
 
     def bump(self) -> int:
@@ -1114,6 +1117,14 @@ class _Counts:
 
 
 pytree.register_pytree_node(_Counts, lambda node: ([node.n], None), lambda children, _: _Counts(*children))
+
+
+def test_an_eager_run_makes_a_registered_node_once() -> None:
+    step = fcg.graph_step(lambda state, x: (_Counts(state.n + x), {}))
+    state = fcg.place(_Counts(torch.zeros(2)))
+    _Counts.made = 0
+    step.eager(state, torch.ones(2))
+    assert _Counts.made == 2, "for the function, and by it"
 
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict, partial(defaultdict, list)])

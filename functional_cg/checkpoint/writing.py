@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -44,8 +45,9 @@ def write(
     rank = 0 if group is None else dist.get_rank(group)
     leaves = checksum(repr(sorted(copy.types.items())).encode())
     _refuse_unlike(_on_each(group, lambda: (step, leaves)))
-    name = _on_each(group, lambda: _prepared(folder, lock) if rank == 0 else "")[0]
+    name = temporary_name()
     try:
+        name = _on_each(group, lambda: _prepared(folder, name, lock) if rank == 0 else "")[0]
         written = _on_each(group, lambda: _written(folder / name, rank, copy, position))
         _on_each(group, lambda: None if rank else _complete(folder / name, step, copy, written, keep))
     finally:
@@ -59,7 +61,7 @@ def _on_each(group: Any, act: Callable[[], T]) -> list[T]:
     try:
         own[0] = act()
     except Exception as error:
-        own[1] = error
+        own[1] = error if group is None else _sendable(error)
     said = [own]
     if group is not None:
         said = [own] * dist.get_world_size(group)
@@ -70,6 +72,14 @@ def _on_each(group: Any, act: Callable[[], T]) -> list[T]:
                 failure.add_note(f"The checkpoint was not written: this happened on rank {rank}.")
             raise failure
     return [found for found, _ in said]
+
+
+def _sendable(error: Exception) -> Exception:
+    """Return an error as other ranks get it; one that cannot be pickled would leave them waiting."""
+    try:
+        return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _refuse_unlike(said: list[tuple[int, str]]) -> None:
@@ -84,13 +94,12 @@ def _refuse_unlike(said: list[tuple[int, str]]) -> None:
         )
 
 
-def _prepared(folder: Path, lock: FolderLock) -> str:
-    """Take the folder, remove what a run that was killed has left, and return the name of a new temporary folder."""
+def _prepared(folder: Path, name: str, lock: FolderLock) -> str:
+    """Take the folder, remove what a run that was killed has left, and make a temporary folder; return its name."""
     folder.mkdir(parents=True, exist_ok=True)
     lock.take(folder)
     for left in temporary(folder):
         shutil.rmtree(left)
-    name = temporary_name()
     (folder / name).mkdir()
     return name
 

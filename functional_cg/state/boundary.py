@@ -114,7 +114,7 @@ def sharding_fix(expected: Sequence[BufferSpec], leaves: Sequence[Any]) -> str:
 
 
 def reading_of(specs: Sequence[BufferSpec]) -> Reading:
-    """Return how a loss reads the leaves; the reading of the first parameter stands for all."""
+    """Return how a loss reads the leaves; the first reading that is not the default one stands for all."""
     found = (spec.placement.reading for spec in specs if spec.placement is not None)
     return next((reading for reading in found if reading != Reading()), Reading())
 

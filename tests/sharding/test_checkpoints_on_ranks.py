@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import functional_cg as fcg
+from functional_cg.checkpoint import writing
 from functional_cg.checkpoint.index import Index
 from tests.sharding.law import HYBRID, held, rank_of
 from tests.sharding.programs import PROGRAMS, Setting
@@ -72,6 +73,47 @@ def misused(folder: str) -> dict[str, str]:
     saved.save(state, step=5, loader=batches)
     saved.close()
     return found
+
+
+def failing(folder: str) -> list[str]:
+    """Rank 1 fails to write, by an error that cannot be pickled; then the answers of all ranks cannot be gathered."""
+
+    class Local(Exception):
+        pass
+
+    def fail(*_: Any) -> Any:
+        raise Local("the disk of rank 1")
+
+    state, saved, found = small(), fcg.checkpoints(folder), []
+    with pytest.MonkeyPatch.context() as patch:
+        if rank_of() == 1:
+            patch.setattr(writing, "_written", fail)
+        with pytest.raises(RuntimeError, match=r"Local: the disk of rank 1") as caught:
+            saved.save(state, step=1, wait=True)
+        found += caught.value.__notes__
+    gather, calls = torch.distributed.all_gather_object, []
+
+    def lost(*args: Any) -> None:
+        calls.append(args)
+        gather(*args)
+        if len(calls) == 2:  # each rank says what it saves; rank 0 says where
+            raise ConnectionError("a rank is gone")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "all_gather_object", lost)
+        with pytest.raises(ConnectionError):
+            saved.save(state, step=2, wait=True)
+    torch.distributed.barrier()
+    saved.save(state, step=3)
+    saved.close()
+    return [*found, *sorted(path.name for path in Path(folder).iterdir())]
+
+
+def test_an_error_of_any_kind_is_raised_on_all_ranks(tmp_path: Path) -> None:
+    for found in on_ranks(2, failing, str(tmp_path)):
+        assert found == [
+            "The checkpoint was not written: this happened on rank 1.", ".writer", "000001-step-3"
+        ]  # fmt: skip
 
 
 def test_mistakes_between_ranks_are_refused_on_all(tmp_path: Path) -> None:

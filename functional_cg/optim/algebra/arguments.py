@@ -267,7 +267,7 @@ def check_numbers(of: Any) -> None:
     """
     for one in fields(of):
         name, value = f"{type(of).__name__}: {one.name}", getattr(of, one.name)
-        if value is None or (one.name == "eps" and isinstance(value, (tuple, list))):
+        if isinstance(one.default, tuple) or (value is None and one.default is None):
             continue  # the class checks what it takes beside numbers
         if one.name in _CHECKS:
             _CHECKS[one.name](name, value)

@@ -119,7 +119,7 @@ class GradientTransformation(metaclass=Documented):
 
     @property
     def paths(self) -> list[tuple[GradientTransformation, ...]]:
-        """The links that a gradient passes in turn, once for each way through the parts."""
+        """The links that a gradient passes in turn, for ways through the parts that differ as to learning rates."""
         return [path for part in self.parts for path in part.paths] if self.parts else [(self,)]
 
     @property

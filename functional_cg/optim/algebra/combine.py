@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,8 +59,10 @@ class chain(GradientTransformation):
 
     @property
     def paths(self) -> list[tuple[GradientTransformation, ...]]:
-        ways = itertools.product(*(link.paths for link in self.links))
-        return [tuple(itertools.chain(*way)) for way in ways]
+        ways: list[tuple[GradientTransformation, ...]] = [()]
+        for link in self.links:
+            ways = _distinct((*way, *path) for way, path in itertools.product(ways, link.paths))
+        return ways
 
     def init(self, params: Params) -> OptState:
         return tuple(link.init(params) for link in self.links)
@@ -88,6 +90,19 @@ class chain(GradientTransformation):
         grads, heads = chain(*self.links[:-1]).update(grads, state[:-1], params)
         params, last = step_or_update(self.links[-1], grads, state[-1], params)
         return params, (*heads, last)
+
+
+def _distinct(
+    paths: Iterable[tuple[GradientTransformation, ...]],
+) -> list[tuple[GradientTransformation, ...]]:
+    """Return the first of all paths that ``refuse_without_rate`` judges alike, whatever is before and behind them."""
+    kept: dict[Any, tuple[GradientTransformation, ...]] = {}
+    for path in paths:
+        rates = [i for i, link in enumerate(path) if link.descends]
+        takes = [i for i, link in enumerate(path) if link.takes_gradients]
+        late = bool(rates and takes and takes[-1] > rates[0])
+        kept.setdefault((len(rates[:2]), bool(takes), late, any(link.settles for link in path)), path)
+    return list(kept.values())
 
 
 class MaskedState(NamedTuple):

@@ -51,11 +51,11 @@ class _Checked(Schedule):
     """A schedule of this package: its arguments are numbers, and lengths and rates of decay are positive."""
 
     def __post_init__(self) -> None:
-        name, given = (
-            type(self).__name__,
-            {one.name: getattr(self, one.name) for one in fields(cast("Any", self))},
-        )
-        numbers = {key: value for key, value in given.items() if key not in _OTHERS and value is not None}
+        name = type(self).__name__
+        given = [
+            (one, getattr(self, one.name)) for one in fields(cast("Any", self)) if one.name not in _OTHERS
+        ]
+        numbers = {one.name: value for one, value in given if value is not None or one.default is not None}
         are_numbers(name, **numbers)
         for key in numbers.keys() & {"transition_steps", "decay_steps", "decay_rate"}:
             require(numbers[key] > 0, f"{name}: {key} must be positive, got {numbers[key]}")

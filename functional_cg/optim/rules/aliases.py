@@ -1,7 +1,9 @@
 """What optimizers are made of: links in a row, with a fused op of torch that runs them all where there is one.
 
-A fused op is bitwise what ``torch.optim`` runs with ``fused=True``. It agrees with the links to a few roundings: per
-step, relative to the largest number in the leaf, 1e-6 in float32 and 1e-12 in float64.
+A fused op is bitwise what ``torch.optim`` runs with ``fused=True``, but for SGD of 16-bit leaves on a CPU, where
+torch's op skips elements: there it runs on float32 copies, and rounds once. It agrees with the links to a few
+roundings: per step, relative to the largest number in the leaf, 1e-6 in float32, 1e-12 in float64, and an ulp in
+16 bits, 8e-3 in bfloat16 and 1e-3 in float16, where ``eps`` must not round to 0.
 
 A learning rate is a Python number (a constant of the capture), a schedule, or f32[]. A parameter the loss does not
 use has a zero gradient, not None as in ``torch.optim``: moments and weight decay still move it.

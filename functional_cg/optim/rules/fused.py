@@ -135,9 +135,13 @@ def run(
     def call(columns: Columns, lr: Scalar) -> Any:
         leaf = columns[0][0]
         if packet is torch.ops.aten._fused_sgd and leaf.device.type == "cpu" and leaf.dtype.itemsize < 4:
-            # torch's op (2.11, 2.13) skips all but a leaf's last few 16-bit elements there.
-            wide = call([[one.float() for one in column] for column in columns], lr)
-            return [[one.to(leaf.dtype) for one in column] for column in wide]
+            # torch's op (2.11, 2.13) skips all but a leaf's last few 16-bit elements there. One leaf at a time, so that
+            # the wide copies of a single one are alive.
+            rows = [
+                [new.to(leaf.dtype) for (new,) in call([[one.float()] for one in row], lr)]
+                for row in zip(*columns, strict=True)
+            ]
+            return list(zip(*rows, strict=True))
         steps = [] if count is None else [beside(count, leaf).to(torch.float32)] * len(columns[0])
         rest = [steps if name == "state_steps" else [] for name in names[len(columns) :]]
         out = overload(packet, lr)(*columns, *rest, lr=lr, maximize=False, **numbers)
