@@ -9,6 +9,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, cast
 from unittest import mock
 
@@ -177,7 +178,8 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Lets steps be compiled by a function of ours, in graphs that write the slots, as on a GPU."""
 
     def by(compile_graph: Any) -> None:
-        monkeypatch.setattr("functional_cg.step.captures.lower", lower_as_on_a_gpu)
+        in_line = partial(lower_as_on_a_gpu, lanes=False)  # what a compiler of ours makes has no launches
+        monkeypatch.setattr("functional_cg.step.captures.lower", in_line)
         monkeypatch.setattr("functional_cg.stages.lower.functions.compile_graph", compile_graph)
 
     return by

@@ -395,7 +395,8 @@ class _Differences:
 
 def _word_of(instr: Instr) -> str:
     if isinstance(instr.op, SubProgram):
-        return instr.op.known("numbers", lambda one: _word(" ".join(map(_word_of, one.calls))))
+        word: str = instr.op.known("numbers", lambda one: _word(" ".join(map(_word_of, one.calls))))
+        return word
     return _word(repr(list(_numbers([instr.args, *instr.kwargs.values()]))))
 
 

@@ -94,7 +94,7 @@ class Padded:
             matrix = self.graph.call_function(_T, (self.product,)) if turned else self.product
             if first is not turned:  # its columns are added up
                 other = self._operand(other, 0 if first else 1)
-            args = (matrix, other) if first else (other, matrix)
+            args: tuple[Any, ...] = (matrix, other) if first else (other, matrix)
             if first is turned:  # its rows or columns are those of the padding, too
                 args = add(self.graph, _MM, args), 0 if first else 1, 0, self.columns
         instead(reader, _aten.slice.Tensor if first is turned else _MM, args)

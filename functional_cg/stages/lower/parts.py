@@ -211,7 +211,7 @@ def _divided(values: _Values) -> list[list[Instr]] | None:
     late = _cut(added[-1], cuts([leaf.call for leaf in added[-1]])) if added else []
     if len(late) > 1:
         added[-1:] = [[], *late]
-    return [[*part, *joined(leaves)] for part, leaves in zip_longest(parts, added, fillvalue=[])]
+    return [[*part, *joined(leaves)] for part, leaves in zip_longest(parts, added, fillvalue=())]
 
 
 def _touched(instr: Instr) -> Iterable[Var]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+
+import torch
 
 from ...messages.source import Location
 from ...tensors.op_table import row_of
@@ -13,6 +16,8 @@ from ..program import Instr, Program, Var, live
 from ..sub_programs import SubProgram, first_unrolled
 
 __all__ = ["Inspection", "inspection_of"]
+
+_GRADIENTS = 1  # position of the gradients in the arguments of a fused optimizer op
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,53 +140,27 @@ def _forgotten(program: Program, needed: Set[Var]) -> Iterator[str]:
 def _dropped(program: Program, kept: Sequence[Instr], needed: Set[Var]) -> Iterator[str]:
     """Yield state leaves returned unchanged although a new value for them was computed and never used.
 
-    The classic case: an average whose new value never reaches the new state. What the library computes is its own
-    business: of an update, only a whole tree that was handed back is forgotten; a leaf of it that stays, such as a
-    count, was put back.
+    The classic case: an average whose new value never reaches the new state. In the user's own lines, a value counts as
+    a new value of a leaf if it is computed from the leaf through values of the leaf's shape and dtype only. What the
+    library computes there is its own business: of an update, only a whole tree that was handed back is forgotten; a
+    leaf of it that stays, such as a count, was put back.
 
     Args:
       program: The program.
       kept: Its live calls.
       needed: What they and the results read.
     """
-    pairs = zip(program.slot_names, program.slots, program.new_state, strict=False)
-    unchanged = {old: name for name, old, new in pairs if old is new}
-    sites: dict[Var, Location | None] = {}
-    for leaf, site in (*_own(program, unchanged, needed), *_forgotten_updates(program, kept)):
+    unchanged = {
+        old: name
+        for name, old, new in zip(program.slot_names, program.slots, program.new_state, strict=False)
+        if old is new
+    }
+    sites = _own(unchanged, _lost(program, kept, needed))
+    for leaf, site in _forgotten_updates(program, kept):
         sites.setdefault(leaf, site)
     for leaf, name in unchanged.items():
         if leaf in sites:
             yield f"{name} ({sites[leaf]})" if sites[leaf] else name
-
-
-def _own(
-    program: Program, unchanged: Collection[Var], needed: Set[Var]
-) -> Iterator[tuple[Var, Location | None]]:
-    """Yield the leaves from which one of the user's own lines computes a value like it that nothing reads."""
-    leaf_of = {var: var for var in unchanged}
-    for instr in program.instrs:
-        # A gradient is no new value, and a sub-program makes the same calls for another micro-batch.
-        if instr.inner or instr.backward or isinstance(instr.op, SubProgram):
-            continue
-        row = row_of(instr.op)
-        if row.fresh or len(instr.op._schema.returns) > 1:  # of several results, each has its own meaning
-            continue
-        for source, result in _pairs(instr):
-            leaf = leaf_of.get(source)
-            if leaf is None or not source.spec.same_layout(result.spec):
-                continue
-            if row.copies:
-                leaf_of[result] = leaf
-            elif result not in needed and result.storage != leaf.storage:
-                yield leaf, instr.site
-
-
-def _pairs(instr: Instr) -> Iterator[tuple[Var, Var]]:
-    """Yield pairs (argument, result); of lists, those at the same position."""
-    for arg in instr.args:
-        lists = isinstance(arg, list) and isinstance(instr.out, list | tuple)
-        pairs = zip(arg, instr.out, strict=False) if lists else [(arg, instr.out)]
-        yield from ((one, two) for one, two in pairs if isinstance(one, Var) and isinstance(two, Var))
 
 
 def _forgotten_updates(program: Program, kept: Sequence[Instr]) -> Iterator[tuple[Var, Location | None]]:
@@ -198,3 +177,62 @@ def _forgotten_updates(program: Program, kept: Sequence[Instr]) -> Iterator[tupl
         for part in changed:
             if not any(new in results or read.get(new, -1) > end for _, new in part):
                 yield from ((old, maker[new].site) for old, new in part)
+
+
+def _own(unchanged: Collection[Var], calls: Iterable[tuple[Instr, list[Var]]]) -> dict[Var, Location | None]:
+    """Return the leaves for which the user's own lines compute a new value that nothing reads, and the lines."""
+    leaf_of = {var: var for var in unchanged}
+    sites: dict[Var, Location | None] = {}
+    for instr, lost in calls:
+        if instr.inner or instr.backward:  # a gradient is no new value either
+            continue
+        if isinstance(instr.op, SubProgram):  # the same calls, for another micro-batch
+            continue
+        for source, result in _same_kind(instr):
+            if source in leaf_of:
+                leaf_of.setdefault(result, leaf_of[source])
+        if instr.op is torch.ops.aten.clone.default:  # the leaf's own value, until it is written to
+            continue
+        # A view of an existing value is not a new value.
+        seen = set() if instr.writes else {var.storage for var in instr.inputs()}
+        for var in (var for var in lost if var.storage not in seen):
+            leaf = leaf_of.get(var)
+            if leaf is not None and leaf.storage != var.storage:  # not a view of the leaf
+                sites.setdefault(leaf, instr.site)
+    return sites
+
+
+def _lost(program: Program, kept: Sequence[Instr], needed: Set[Var]) -> Iterator[tuple[Instr, list[Var]]]:
+    """Yield each call with those of its results and written variables that nothing reads afterwards."""
+    results = [*program.new_state, *program.results]
+    place = {instr: number for number, instr in enumerate(kept)}
+    last_read = {var.storage: number for instr, number in place.items() for var in instr.inputs()}
+    last_read |= dict.fromkeys((var.storage for var in results), len(kept))
+    for instr in program.instrs:
+        overwritten = [var for var in instr.writes if last_read.get(var.storage, -1) <= place.get(instr, -1)]
+        yield instr, [*(var for var in instr.outputs() if var not in needed), *overwritten]
+
+
+def _same_kind(instr: Instr) -> Iterator[tuple[Var, Var]]:
+    """Yield pairs (argument, result) of equal shape and dtype; for grouped ops, those at the same list position.
+
+    Of several results, each has its own meaning: one is a new value of an argument only if the op says so by its name.
+    """
+    schema = instr.op._schema
+    if row_of(instr.op).fresh:
+        return
+    unscaled = row_of(instr.op).kind == "optimizer" and not instr.kwargs.get("grad_scale")
+    several = len(schema.returns) > 1
+    columns = zip(schema.returns, instr.out, strict=True) if several else [(None, instr.out)]
+    for number, (said, out) in itertools.product(range(len(instr.args)), list(columns)):
+        if unscaled and number == _GRADIENTS:
+            continue  # returned unchanged
+        if said is not None and said.name != f"{schema.arguments[number].name}_out":
+            continue
+        arg = instr.args[number]
+        pairs = [(arg, out)]
+        if isinstance(arg, list) and isinstance(out, (list, tuple)) and len(arg) == len(out):
+            pairs = list(zip(arg, out, strict=True))
+        for source, result in pairs:
+            if isinstance(source, Var) and isinstance(result, Var) and source.spec.same_layout(result.spec):
+                yield source, result
