@@ -318,14 +318,12 @@ MUTANTS = (
         "closes over the module: an unknown tensor becomes a constant in silence",
         (
             (
-                ("        if self.declared or self.met.fixed:\n            args, kwargs = "),
+                "        self._adopt(func, args, kwargs)\n",
                 (
                     "        for tensor in tensors_in([*args, *kwargs.values()]):\n"
                     "            if not isinstance(tensor, FakeTensor) and id(tensor) not in self.declared:\n"
                     "                with unset_fake_temporarily():\n"
                     '                    self.declare("closure", tensor)\n'
-                    "        if self.declared:\n"
-                    "            args, kwargs = "
                 ),
             ),
         ),
