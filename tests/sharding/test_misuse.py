@@ -126,7 +126,7 @@ def test_printing_and_copying_ask_nobody(device: str) -> None:
         assert printed == formatted == "Sharded(state.params['w1']  float32[5, 7] sharded over data=2)"
         assert length == 5
         assert same_values
-        assert re.search(rf"^state: WithAverage, .* 320 B on rank {rank} of 2$", tree, re.MULTILINE), tree
+        assert re.search(rf"^state: WithAverage, .* 312 B on rank {rank} of 2$", tree, re.MULTILINE), tree
         assert re.search(
             r"state\.params\['w1'\] +f32\[5,7\] sharded over data=2 +72 B$", tree, re.MULTILINE
         ), tree
