@@ -132,20 +132,24 @@ def run(
     """
     names = [one.name for one in packet.default._schema.arguments if not one.kwarg_only]
 
-    def call(columns: Columns, lr: Scalar) -> Any:
+    def op(columns: Columns, lr: Scalar) -> Any:
         leaf = columns[0][0]
-        if packet is torch.ops.aten._fused_sgd and leaf.device.type == "cpu" and leaf.dtype.itemsize < 4:
-            # torch's op (2.11, 2.13) skips all but a leaf's last few 16-bit elements there. One leaf at a time, so that
-            # the wide copies of a single one are alive.
-            rows = [
-                [new.to(leaf.dtype) for (new,) in call([[one.float()] for one in row], lr)]
-                for row in zip(*columns, strict=True)
-            ]
-            return list(zip(*rows, strict=True))
         steps = [] if count is None else [beside(count, leaf).to(torch.float32)] * len(columns[0])
         rest = [steps if name == "state_steps" else [] for name in names[len(columns) :]]
         out = overload(packet, lr)(*columns, *rest, lr=lr, maximize=False, **numbers)
         return out[0], *out[2 : len(columns)]
+
+    def call(columns: Columns, lr: Scalar) -> Any:
+        leaf = columns[0][0]
+        if packet is not torch.ops.aten._fused_sgd or leaf.device.type != "cpu" or leaf.dtype.itemsize >= 4:
+            return op(columns, lr)
+        # torch's op (2.11, 2.13) skips all but a leaf's last few 16-bit elements there. One leaf at a time, so that
+        # the wide copies of a single one are alive.
+        rows = [
+            [new.to(leaf.dtype) for (new,) in op([[one.float()] for one in row], lr)]
+            for row in zip(*columns, strict=True)
+        ]
+        return list(zip(*rows, strict=True))
 
     return with_rate(call, align(columns), lr)
 
