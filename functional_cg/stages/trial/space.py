@@ -59,8 +59,9 @@ class Space:
         written, room = [one for one, _, _ in given], free_room(buffers)
         copied = _FOR_VALUES * sum(one.nbytes for one in written)
         ample = room is None or copied + reference.at_once < room - room // _FOR_WORKSPACES
-        zeros = [] if ample else [one for one in written if _is_zero(one)]
-        written = [one for one in written if all(one is not zero for zero in zeros)]
+        is_zero = [not ample and _is_zero(one) for one in written]
+        zeros = [one for one, zero in zip(written, is_zero, strict=True) if zero]
+        written = [one for one, zero in zip(written, is_zero, strict=True) if not zero]
         values = [torch.empty_like(one, device=one.device if ample else "cpu") for one in written]
         space = cls(buffers, ample, written, values, zeros, free)
         space.keep()
