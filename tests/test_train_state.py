@@ -369,8 +369,8 @@ def test_a_pickled_handle_comes_back_as_a_plain_state() -> None:
 
 def test_repr_names_fields_and_specs() -> None:
     state = fcg.TrainState.create(params={"w": torch.ones(2)}, optimizer=optim.sgd(0.1))
-    assert repr(state).startswith("state: TrainState, generation 0, on cpu, 3 leaves, 24 B\n  state.step")
-    assert "  state.params['w']      f32[2]  8 B" in repr(state)
+    assert repr(state).startswith("state: TrainState, generation 0, on cpu, 2 leaves, 16 B\n  state.step")
+    assert "  state.params['w']  f32[2]  8 B" in repr(state)
 
 
 def test_subclasses_declare_static_fields_of_their_own():
