@@ -907,8 +907,8 @@ MUTANTS = (
     ),
     Mutant(
         "N86",
-        "what a step computes on the host is unknown to the watch until it has a name",
-        (("        self._look(offset)\n", ""),),
+        "what an instruction is about to use is unknown to the watch",
+        (("*self._evaluation.top(self.frame, ins.offset, count))", "*[UNKNOWN] * count)"),),
         (
             "tests/test_computed_reads.py::test_a_change_is_loud[computed index]",
             "tests/test_computed_reads.py::test_a_change_is_loud[next]",

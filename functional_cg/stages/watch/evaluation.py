@@ -1,8 +1,8 @@
-"""Read the evaluation stack of a running frame: where a computed value is until it has a name.
+"""Read the evaluation stack of a running frame: what an instruction is about to use.
 
-Python exposes the names of a frame, but not its stack, so this follows CPython's own layout of a frame (3.11 to 3.13;
-`Include/internal/pycore_frame.h`). How deep the stack is at each instruction follows from the code alone. Elsewhere
-nothing is read: a computed value is then unknown until it is stored under a name.
+Python exposes the names of a frame, but not its stack, so this follows CPython's own layout of a frame
+(`Include/internal/pycore_frame.h`; from 3.14 on `pycore_interpframe_structs.h`). How deep the stack is at each
+instruction follows from the code alone.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import itertools
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MappingProxyType
 from typing import Any
 
-__all__ = ["CODES", "EMPTY", "Evaluation", "depths_of", "instructions_of", "readable"]
+from .kinds import UNKNOWN
 
-EMPTY: Any = object()  # a slot that holds no object
+__all__ = ["CODES", "Evaluation", "depths_of", "instructions_of", "readable"]
+
 CODES = 512  # whose instructions are remembered: every trace asks for those of the same modules
 _WORD = 8  # bytes
 _INNER = 3 * _WORD  # offset of `f_frame` in a frame object: after the object's head and `f_back`
-_LOCALS = 9 * _WORD  # offset of `localsplus` in an inner frame
+# By version: words in front of `localsplus` in an inner frame, and the bits that tag a slot.
+_LAYOUTS = MappingProxyType({(3, 11): (9, 0), (3, 12): (9, 0), (3, 13): (9, 0), (3, 14): (10, 3)})
 _CALLS_IN_TWO = sys.version_info[:2] == (3, 11)
 _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"})
 
@@ -31,7 +33,7 @@ _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"})
 def readable() -> bool:
     """Whether this interpreter has a layout that is known here."""
     plain = not (sysconfig.get_config_var("Py_GIL_DISABLED") or hasattr(sys, "getobjects"))
-    known = sys.implementation.name == "cpython" and (3, 11) <= sys.version_info[:2] <= (3, 13)
+    known = sys.implementation.name == "cpython" and sys.version_info[:2] in _LAYOUTS
     return plain and known and ctypes.sizeof(ctypes.c_void_p) == _WORD
 
 
@@ -45,21 +47,32 @@ class Evaluation:
     def __init__(self, code: CodeType) -> None:
         names = set(code.co_varnames)
         cells = sum(name not in names for name in code.co_cellvars)
-        self._first = _LOCALS + _WORD * (len(code.co_varnames) + cells + len(code.co_freevars))
+        before, self._tag = _LAYOUTS[sys.version_info[:2]]
+        self._first = _WORD * (before + len(code.co_varnames) + cells + len(code.co_freevars))
         self._depths = depths_of(code)
 
     def depth(self, offset: int) -> int | None:
         """Return how many slots are in use before the instruction at ``offset``; None if that is not known."""
         return self._depths.get(offset)
 
+    def top(self, frame: FrameType, offset: int, count: int) -> list[Any]:
+        """Return what the uppermost slots hold before the instruction at ``offset``, the deepest first."""
+        depth = self._depths[offset]
+        return [self.value(frame, slot) for slot in range(depth - count, depth)]
+
     def value(self, frame: FrameType, slot: int) -> Any:
-        """Return what a slot in use holds, counted from the bottom; the frame must be in a trace function."""
+        """Return what a slot in use holds, counted from the bottom; UNKNOWN if it holds no object.
+
+        The frame must be in a trace function, or in a callback of ``sys.monitoring``.
+        """
         inner = ctypes.c_void_p.from_address(id(frame) + _INNER).value
         assert inner is not None
-        address = inner + self._first + _WORD * slot
-        if not ctypes.c_void_p.from_address(address).value:
-            return EMPTY
-        return ctypes.py_object.from_address(address).value
+        held = ctypes.c_size_t.from_address(inner + self._first + _WORD * slot).value
+        if held & ~self._tag == 0 or (
+            self._tag and held & self._tag == self._tag
+        ):  # empty, or a small number
+            return UNKNOWN
+        return ctypes.cast(held & ~self._tag, ctypes.py_object).value
 
 
 @functools.lru_cache(maxsize=CODES)

@@ -20,7 +20,7 @@ import torch
 from ...concurrency.garbage import no_garbage_collection
 from ...messages.source import is_user_file
 from .host_reads import HostReads, first_argument
-from .shadow import Shadow
+from .instructions import Instructions
 
 __all__ = ["Follower"]
 
@@ -45,7 +45,7 @@ _YIELDS = 0x20  # code flag of generators
 
 
 class Follower:
-    """The shadows of the frames that run on this thread.
+    """The frames that run on this thread.
 
     Args:
       reads: Records what they read.
@@ -60,7 +60,7 @@ class Follower:
     def __init__(self, reads: HostReads) -> None:
         self.away = self.copies = False
         self._reads = reads
-        self._shadows: dict[int, Shadow] = {}
+        self._frames: dict[int, Instructions] = {}
         self._hooks: list[FrameType] = []  # frames of the user's code that a copy runs
         self.own: dict[int, tuple[bool | None, CodeType]] = {}
 
@@ -106,24 +106,24 @@ class Follower:
             known = self.own[id(code)] = _is_own(frame), code
         return known[0]
 
-    def shadow(self, frame: FrameType | None) -> Shadow | None:
-        """Return the shadow of a frame that has started; None if it has none."""
-        found = self._shadows.get(id(frame))
+    def followed(self, frame: FrameType | None) -> Instructions | None:
+        """Return the record of a frame that has started; None if it is not followed."""
+        found = self._frames.get(id(frame))
         return found if found is not None and found.frame is frame else None
 
-    def start(self, frame: FrameType) -> Shadow | None:
-        """Handle a frame that starts or resumes; return its shadow if its instructions are followed."""
-        shadow, own = self.shadow(frame), self.owned(frame)
+    def start(self, frame: FrameType) -> Instructions | None:
+        """Handle a frame that starts or resumes; return its record if its instructions are followed."""
+        followed, own = self.followed(frame), self.owned(frame)
         if own and self.copies:
             self._hooks.append(frame)
-        if shadow is not None:
-            return shadow
+        if followed is not None:
+            return followed
         if own is None or (not own and not self._is_method_of_known(frame)):
             return None
-        shadow = self._shadows[id(frame)] = Shadow(frame, self._reads, own=own)
-        if own and frame.f_code.co_flags & _YIELDS and not shadow.is_fresh:
+        followed = self._frames[id(frame)] = Instructions(frame, self._reads, own=own)
+        if own and frame.f_code.co_flags & _YIELDS and not followed.is_fresh:
             self._reads.went_on(frame)
-        return shadow
+        return followed
 
     def only_copies(self, frame: FrameType) -> bool:
         """Whether a frame takes part in a copy and no code of the user's has called it."""
@@ -137,23 +137,20 @@ class Follower:
         known = self._reads.known(first_argument(frame.f_code, frame.f_locals))
         return known is not None and known.root.outlives
 
-    def returned(self, frame: FrameType, value: Any) -> None:
+    def returned(self, frame: FrameType) -> None:
         """Handle a frame that returns or yields."""
         if self._hooks and self._hooks[-1] is frame:
             self._hooks.pop()
-        caller = self.shadow(frame.f_back)
-        if caller is not None:
-            caller.result = value
         if not frame.f_code.co_flags & _YIELDS:
-            shadow = self._shadows.pop(id(frame), None)
-            if shadow is not None:
-                shadow.leave()
+            followed = self._frames.pop(id(frame), None)
+            if followed is not None:
+                followed.leave()
 
     def _leave(self) -> None:
         """Release the frames that have not ended."""
-        for shadow in self._shadows.values():
-            shadow.leave()
-        self._shadows.clear()
+        for followed in self._frames.values():
+            followed.leave()
+        self._frames.clear()
 
 
 def _is_below(frame: FrameType | None, caller: FrameType) -> bool:
@@ -197,11 +194,11 @@ class _Tracer:
 
     def _inside(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "opcode":
-            shadow = self._follower.shadow(frame)
-            if shadow is not None:
-                shadow.step(frame.f_lasti)
+            followed = self._follower.followed(frame)
+            if followed is not None:
+                followed.step(frame.f_lasti)
         elif event == "return":
-            self._follower.returned(frame, arg)
+            self._follower.returned(frame)
         return self._inside
 
 
@@ -232,23 +229,24 @@ def _monitored(follower: Follower) -> Iterator[None]:
             return monitoring.DISABLE
         if follower.away or follower.only_copies(frame):
             return None
-        shadow = follower.start(frame)
-        wanted = returns if shadow is None else returns | events.INSTRUCTION
+        followed = follower.start(frame)
+        wanted = returns if followed is None else returns | events.INSTRUCTION
         before = entered.get(id(code), (0, code))[0]
         if wanted & ~before:
             entered[id(code)] = before | wanted, code
             monitoring.set_local_events(tool, code, before | wanted)
         return None
 
-    def instruction(code: CodeType, offset: int) -> None:
+    def instruction(code: CodeType, offset: int) -> Any:
         if not follower.away and threading.get_ident() == thread:
-            shadow = follower.shadow(sys._getframe(1))
-            if shadow is not None:
-                shadow.step(offset)
+            followed = follower.followed(sys._getframe(1))
+            if followed is not None and not followed.step(offset):
+                return monitoring.DISABLE
+        return None
 
     def returned(code: CodeType, offset: int, value: Any) -> None:
         if not follower.away and threading.get_ident() == thread:
-            follower.returned(sys._getframe(1), value)
+            follower.returned(sys._getframe(1))
 
     monitoring.use_tool_id(tool, "functional_cg")
     try:
