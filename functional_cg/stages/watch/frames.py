@@ -21,6 +21,7 @@ from ...concurrency.garbage import no_garbage_collection
 from ...messages.source import is_user_file
 from .host_reads import HostReads, first_argument
 from .instructions import Instructions
+from .kinds import takes_arguments
 
 __all__ = ["Follower"]
 
@@ -118,7 +119,7 @@ class Follower:
             self._hooks.append(frame)
         if followed is not None:
             return followed
-        if own is None or (not own and not self._is_method_of_known(frame)):
+        if own is None or not (own or self._is_method_of_known(frame) or self._is_asked(frame)):
             return None
         followed = self._frames[id(frame)] = Instructions(frame, self._reads, own=own)
         if own and frame.f_code.co_flags & _YIELDS and not followed.is_fresh:
@@ -136,6 +137,12 @@ class Follower:
     def _is_method_of_known(self, frame: FrameType) -> bool:
         known = self._reads.known(first_argument(frame.f_code, frame.f_locals))
         return known is not None and known.root.outlives
+
+    def _is_asked(self, frame: FrameType) -> bool:
+        """Whether the user's code asks a library for something that depends on no argument, such as a flag."""
+        return (
+            not takes_arguments(frame.f_code) and frame.f_back is not None and bool(self.owned(frame.f_back))
+        )
 
     def returned(self, frame: FrameType) -> None:
         """Handle a frame that returns or yields."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from ...concurrency.garbage import collections, functions_of
+from ...concurrency.garbage import functions_of
 from ...messages.source import Location, is_user_file
 from .kinds import (
     BUILTINS,
@@ -33,7 +33,6 @@ from .kinds import (
     bound,
     computes,
     definer_after,
-    defines,
     generator_state,
     has_key,
     holds,
@@ -44,11 +43,9 @@ from .kinds import (
     is_user_class,
     is_user_module,
     parameters_with_defaults,
-    plain,
     stored_in_class,
     stores,
 )
-from .liveness import without_gone, without_unheld
 from .places import ATTRIBUTE, CELL, GONE, ITEM, PART, Changes, Entry, How, Memory, Place, Step, parts_of
 from .values import Contents, Shape, in_classes, instance_dict, is_array, is_container, is_value, missing
 
@@ -116,7 +113,7 @@ class HostReads:
         self._classes: dict[type, bool] = {}
         self._registries: dict[int, object] = {}
         self.root(os.environ, "os.environ")
-        self._collections = collections()
+        gc.collect(0)
         self._made: dict[CodeType, list[dict[str, tuple[Place, Step]]]] = {}
         self._methods: dict[type, Mapping[CodeType, list[str]]] = {}
 
@@ -157,15 +154,6 @@ class HostReads:
             if is_user_file(value.__code__.co_filename):
                 code = value.__code__
                 self.compare(place, Step(ATTRIBUTE, "__code__"), How.SAME, code, code.co_name, defines=True)
-            for name in ("__defaults__", "__kwdefaults__"):
-                held = getattr(value, name)
-                if held is not None and not plain(held):
-                    self.found(place, Step(ATTRIBUTE, name), held, place.name)
-                    parts = held.items() if type(held) is dict else enumerate(held)
-                    names = parameters_with_defaults(value) if type(held) is tuple else list(held)
-                    for (key, part), parameter in zip(list(parts), names, strict=True):
-                        if not is_value(part):
-                            self.found(self._places[id(held)], Step(ITEM, key), part, parameter)
         elif type(value) is MethodType:
             if place.owner is None:  # its binding cannot change
                 self.root(value.__func__, place.name, outlives=place.outlives)
@@ -251,15 +239,9 @@ class HostReads:
             self.compare(owner, step, How.ALIAS, self.root(value, name, outlives=False), name)
         else:
             place = self._places[id(value)] = Place(value, name, owner, step)
-            if kind is FunctionType:
-                for part in ("__defaults__", "__kwdefaults__"):
-                    held = getattr(value, part)
-                    if held is not None and plain(held):
-                        old = held if type(held) is tuple else dict(held)
-                        self.compare(place, Step(ATTRIBUTE, part), How.SAME, old, name, defines=True)
-            elif self._followed(value):
+            if self._followed(value):
                 self.compare(owner, step, How.KIND, kind, f"type({name})")
-            else:
+            elif kind is not FunctionType:  # of which the code counts
                 self.compare(owner, step, How.SAME, value, name, defines=callable(value))
             self._arrived(place)
 
@@ -405,26 +387,21 @@ class HostReads:
     def finish(self) -> list[Entry]:
         """Return the entries of objects that existed before the step; forget those that the step made.
 
-        The step made an object if only this record still references it.
+        The step made what is young: garbage collection sets objects of before the step aside when the record begins,
+        and rests until its end.
         """
         self.frame = None
         self.changes.settle()
         self.functions.clear()
         self._registries.clear()
-        outside = {id(place.value) for place in self._places.values() if place.root.outlives}
         places = [place for place in self._places.values() if place.owner is None and not place.outlives]
         self._places.clear()
-        entries = list(self.entries.values())
-        self.entries.clear()
-        places, entries = without_gone(places, entries)
-        # Cycles, such as a local function that calls itself, may contain places or lead to them.
-        if places:
-            places, entries = without_unheld(places, entries, vars(self), outside)
-        # All that the step made is young, unless it was collected on the way.
-        if places and gc.collect(0 if collections() == self._collections else 2):
-            places, entries = without_gone(places, entries)
+        made = _made_lately([place.value for place in places])
         for place in places:
-            place.outlives = True
+            gone = id(place.value) in made
+            place.value, place.outlives = (GONE, False) if gone else (place.value, True)
+        entries = [entry for entry in self.entries.values() if _remains(entry)]
+        self.entries.clear()
         return entries
 
     def taken_from(self) -> list[tuple[str, Location]]:
@@ -464,8 +441,8 @@ class HostReads:
             place = self.root(owner.__self_class__, owner.__self_class__.__name__)
             self.part(place, which, definer, f"super().{name}", (owner.__thisclass__, name), defines=True)
             return bound(found, owner.__self__)
-        if issubclass(kind, ModuleType):
-            return self._of_module(owner, name)
+        if issubclass(kind, ModuleType) and not is_user_module(owner):
+            return vars(owner).get(name, UNKNOWN)
         if issubclass(kind, type):
             return self._of_type(owner, name)
         if is_array(owner):
@@ -498,9 +475,7 @@ class HostReads:
                 value = in_class.__get__(owner, type(owner))
                 self._read(owner, Step(ATTRIBUTE, name), value)
                 return value
-            place = self.place(owner)
-            lacks = functools.partial(holds, in_class)
-            self.part(place, lacks, False, f"hasattr({place.name}, {name!r})", name)
+            self._lacks(self.place(owner), name)
             return UNKNOWN
         if issubclass(type(owner), tuple) and name in getattr(type(owner), "_fields", ()):
             self._read(owner, Step(ATTRIBUTE, name), getattr(owner, name))
@@ -535,7 +510,7 @@ class HostReads:
 
     def _of_tensor(self, owner: torch.Tensor, name: str) -> Any:
         """Handle an attribute of a tensor: what a tensor of before the step says of itself, but for its values."""
-        self._added_to_tensors(name)
+        self.method_of_tensors(name)
         if type(owner) not in PLAIN_TENSORS:  # made by the trace, or a leaf
             return UNKNOWN
         place = self.place(owner)  # wherever it came from: a generator tells no place
@@ -546,18 +521,8 @@ class HostReads:
             ask = functools.partial(_fact, name)
             self.part(place, ask, ask(owner), f"{place.name}.{name}", name)
         elif in_classes(type(owner).__mro__, name) is missing:
-            lacks = functools.partial(_has, name)
-            self.part(place, lacks, False, f"hasattr({place.name}, {name!r})", name)
+            self._lacks(place, name)
         return UNKNOWN
-
-    def _added_to_tensors(self, name: str) -> None:
-        """Record what the user has made a method or an attribute of all tensors."""
-        found = in_classes(torch.Tensor.__mro__, name)
-        function = getattr(found, "fget", found)
-        users = type(function) is FunctionType and is_user_file(function.__code__.co_filename)
-        if users or (found is not missing and is_value(found) and not name.startswith("_")):
-            place, ask = Place(torch.Tensor, "Tensor"), functools.partial(stored_in_class, name)
-            self.part(place, ask, found, f"Tensor.{name}", name, defines=True)
 
     def _of_registry(self, owner: Any, held: dict[str, Any], registry: str, name: str) -> Any:
         place = self.place(owner)
@@ -590,26 +555,9 @@ class HostReads:
         asks = in_classes(type(owner).__mro__, "__getattr__")
         if asks in (dict.__getitem__, dict.get):
             return self.item(owner, name)
-        place = self.place(owner)
-        text = f"hasattr({place.name}, {name!r})"
-        self.part(place, functools.partial(stores, name), False, text, name)
+        self._lacks(self.place(owner), name)
         self.of_class(type(owner), name, missing)
         return UNKNOWN
-
-    def _of_module(self, owner: ModuleType, name: str) -> Any:
-        if name == "__dict__":
-            self.root(vars(owner), owner.__name__)
-            return vars(owner)
-        found = vars(owner).get(name, missing)
-        users = is_user_module(owner)
-        if found is missing:  # what the module's own `__getattr__` makes of it is seen in its frame
-            if users:
-                place, lacks = self.place(owner), functools.partial(stores, name)
-                self.part(place, lacks, False, f"hasattr({place.name}, {name!r})", name)
-            return UNKNOWN
-        if users:
-            self._read(owner, Step(ATTRIBUTE, name), found)
-        return found
 
     def _of_type(self, owner: type, name: str) -> Any:
         found = in_classes(owner.__mro__, name)
@@ -627,8 +575,8 @@ class HostReads:
                 self._said_of_class(owner, name, said)
             elif meta is not missing and not computed:
                 self.of_class(kind, name, meta)
-            else:
-                self.of_class(owner, name, missing)
+            elif not issubclass(owner, enum.Enum):
+                self._lacks(self.root(owner, owner.__name__), name)
             return bound(meta, owner)
         self.of_class(owner, name, found)
         if type(found) is staticmethod:
@@ -651,9 +599,7 @@ class HostReads:
             return
         place, shown = self.root(cls, cls.__name__), f"{cls.__name__}.{name}"
         if found is missing:
-            self.part(
-                place, functools.partial(defines, name), False, f"hasattr({cls.__name__}, {name!r})", name
-            )
+            self._lacks(place, name)
         elif not computes(found):
             self.found(place, Step(ATTRIBUTE, name), found, shown)
         elif self.is_new(place, Step(ATTRIBUTE, name)):
@@ -800,8 +746,6 @@ class HostReads:
             self.of_class(cls, name, in_classes(cls.__mro__, name))
 
     def _defaults(self, place: Place, code: CodeType, held: Mapping[str, Any]) -> None:
-        if place.owner is not None:  # compared as part of the definition
-            return
         function = place.value
         names = parameters_with_defaults(function)
         for number, (name, value) in enumerate(zip(names, function.__defaults__ or (), strict=True)):
@@ -832,20 +776,45 @@ class HostReads:
             self.compare(of_all, Step(ITEM, name), How.IDENTICAL, module, name, defines=True)
 
     def of_library(self, module: ModuleType, name: str) -> None:
-        """Record which object the user's code finds in a library's module: it stays as it is, but may be replaced."""
-        found = vars(module).get(name, missing)
-        stays = (
-            found is missing or type(found) is ModuleType or type(found).__module__ == "torch"
-        )  # as a dtype does
-        if stays or module.__name__.startswith("functional_cg") or is_user_module(module):
+        """Record what the user's code finds in a library's module, or that it finds nothing.
+
+        A definition stays as it is, but may be replaced; of other objects, plain values count.
+        """
+        if module.__name__.startswith("functional_cg") or is_user_module(module):
+            return
+        stored = name in vars(module)
+        found = vars(module)[name] if stored else _computed(module, name)
+        if not stored:
+            if found is missing and module is not builtins:
+                self._lacks(Place(module, module.__name__), name)
+            if not is_value(found):
+                return
+        if type(found) is ModuleType or type(found).__module__ == "torch":  # as a dtype does
             return
         definition = issubclass(type(found), type | FunctionType | BuiltinFunctionType)
         # Where a program prints to is no part of the step, and a library's private objects are its own to exchange.
         if definition or is_value(found) or not (module is sys or name.startswith("_")):
             step, how = Step(ATTRIBUTE, name), How.SAME if is_value(found) else How.IDENTICAL
-            self.compare(
-                Place(module, module.__name__), step, how, found, f"{module.__name__}.{name}", defines=True
-            )
+            shown = f"{module.__name__}.{name}"
+            self.compare(Place(module, module.__name__), step, how, found, shown, defines=stored)
+
+    def answers(self, getter: Any, value: Any) -> None:
+        """Record what a compiled getter says that takes no arguments."""
+        name = f"{getter.__module__}.{getter.__name__}" if getter.__module__ else getter.__name__
+        self.part(Place(getter, name), operator.call, value, f"{name}()")
+
+    def _lacks(self, place: Place, name: str) -> None:
+        """Record that an object, or a class with its bases, stores nothing under a name."""
+        self.part(place, functools.partial(stores, name), False, f"hasattr({place.name}, {name!r})", name)
+
+    def method_of_tensors(self, name: str) -> None:
+        """Record what all tensors have under a name: torch's own, or what the user has put there."""
+        found, place = in_classes(torch.Tensor.__mro__, name), Place(torch.Tensor, "Tensor")
+        if found is missing:
+            self._lacks(place, name)
+        elif getattr(torch.Tensor, name, missing) is found:  # as a method is, and a property
+            how = How.SAME if is_value(found) else How.IDENTICAL
+            self.compare(place, Step(ATTRIBUTE, name), how, found, f"Tensor.{name}", defines=True)
 
     def from_globals(self, frame: FrameType, name: str) -> Any:
         """Return the value of a global name, and record the read."""
@@ -871,8 +840,31 @@ class HostReads:
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # not those of a trace or of a state
 
 
-def _has(name: str, tensor: torch.Tensor) -> bool:
-    return name in vars(tensor)
+def _made_lately(values: list[Any]) -> set[int]:
+    """Return the ids of those objects that were made since garbage was last looked for.
+
+    What garbage collection does not track, such as a dict of numbers, is one if it is held by such objects alone.
+    """
+    loose = {id(value) for value in values if not gc.is_tracked(value)}
+    young = gc.get_objects(generation=0)
+    made = set(map(id, young))
+    if loose:
+        held = Counter(number for number in map(id, gc.get_referents(*young)) if number in loose)
+        made |= {id(one) for one in values if id(one) in loose and sys.getrefcount(one) - 2 <= held[id(one)]}
+    return made
+
+
+def _remains(entry: Entry) -> bool:
+    led_to = entry.old.root.value if entry.how is How.ALIAS else None
+    return entry.owner.root.value is not GONE and led_to is not GONE
+
+
+def _computed(module: ModuleType, name: str) -> Any:
+    """Return what a module's class, or its own `__getattr__`, gives; `missing` if nothing."""
+    try:
+        return getattr(module, name, missing)
+    except Exception:  # the user's code is about to meet it
+        return missing
 
 
 def _fact(name: str, tensor: torch.Tensor) -> Any:

@@ -8,6 +8,7 @@ import dis
 import functools
 import logging
 import operator
+import re
 import sys
 import threading
 import weakref
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import resolve_name
 from queue import SimpleQueue
 from types import (
+    BuiltinFunctionType,
     CodeType,
     FrameType,
     FunctionType,
@@ -33,9 +35,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...messages.source import is_installed, is_user_file
+from ...pytree.sameness import same
 from .evaluation import CODES, Evaluation, instructions_of
 from .host_reads import GETTERS, HostReads
-from .kinds import BUILTINS, LOCKS, UNKNOWN, inside, is_key
+from .kinds import BUILTINS, UNKNOWN, inside, is_key, takes_arguments
 from .places import ITEM, Step
 from .values import holds, in_classes, is_array, is_container, is_value
 
@@ -50,9 +53,12 @@ _LOOKUPS = frozenset({"get", "setdefault", "__getitem__"})
 _QUERIES: frozenset[Any] = frozenset(
     {threading.Event.is_set, logging.Logger.isEnabledFor, logging.Logger.getEffectiveLevel}
 )
-_COMPILED_QUERIES = frozenset(
-    {(SimpleQueue, "empty"), (SimpleQueue, "qsize"), *((kind, "locked") for kind in LOCKS)}
-)
+# Compiled getters: what may be asked of a module, and of an object, where to get may be to take.
+_GETS = re.compile("(^|_)(is|are|get|has|initial)")
+_ASKS = re.compile("(is|are|has|initial)_|(locked|empty|qsize|__subclasses__)$")
+_OF_THE_STEP = re.compile(
+    "grad|inference|autocast"
+)  # a step sets these modes itself, and its calls' do not apply
 _SAYS_ALL = frozenset({"__reduce_ex__", "__reduce__", "__getstate__"})
 _TYPES_OF_TENSORS = ((FakeTensor, torch.Tensor), (torch.Tensor, FakeTensor))
 
@@ -70,6 +76,7 @@ class Instructions:
         self.frame, self.reads, self.own = frame, reads, own
         self.code = frame.f_code
         self._evaluation, self._readers = Evaluation(self.code), _readers(self.code)
+        self._asks = own or not takes_arguments(self.code)  # else it asks for itself, not for the user's code
         self._handled: int | None = None
         self._kept: tuple[Any, Callable[[Any], Any], int] | None = None
         self._keywords: tuple[str, ...] = ()
@@ -149,7 +156,7 @@ class Instructions:
 
     def attribute(self, owner: Any, name: str) -> Any:
         """Return ``owner.name`` and record the read; UNKNOWN if the read does not count."""
-        if self.own and type(owner) is ModuleType:
+        if self.own and issubclass(type(owner), ModuleType):
             self.reads.of_library(owner, name)
         if name in _NAMES_OF_CLASSES:
             self.asks_for_type(owner)
@@ -217,6 +224,8 @@ class Instructions:
         if type(callee) in (*BUILTINS, MethodWrapperType) and type(callee.__self__) is not ModuleType:
             self._method(callee.__self__, callee.__name__, args, kwargs)
             return
+        if type(callee) is BuiltinFunctionType and not (args or kwargs):
+            self._get_flag(callee)
         if type(function) is not FunctionType or not is_user_file(function.__code__.co_filename):
             self.hand_on(*args, *kwargs.values())
 
@@ -253,8 +262,6 @@ class Instructions:
             self._of_context(owner, name, args)
         elif name == "__getattribute__" and args:  # as it is stored, bypassing the class's own lookup
             self.stored(owner, args[0])
-        elif (type(owner), name) in _COMPILED_QUERIES or name == "__subclasses__":
-            self._asked(owner, name, args)
         elif is_container(owner):
             self._method_of_container(owner, name, args, kwargs)
         else:
@@ -263,6 +270,9 @@ class Instructions:
             if type(owner) is str and name.startswith("format"):  # its fields may name attributes
                 for value in (*args, *kwargs.values()):
                     self._all_attributes(value)
+            if _ASKS.match(name) and not (is_value(owner) or issubclass(type(owner), Tensor)):
+                self._asked(owner, name, args)
+                return
             self.use(owner)
             self.changes(owner)
             if name in _SAYS_ALL:
@@ -313,9 +323,17 @@ class Instructions:
 
     def _asked(self, owner: Any, name: str, args: list[Any]) -> None:
         """Record the answer to a query of hidden state, which can be repeated."""
-        if all(map(is_key, args)):
+        if self._asks and all(map(is_key, args)):
             ask = operator.methodcaller(name, *args)
             self.reads.says(owner, ask, ask(owner), f"{name}({', '.join(map(repr, args))})")
+
+    def _get_flag(self, getter: Any) -> None:
+        """Record what a compiled getter says: a plain value, and the same again, unless the step sets it itself."""
+        name = getter.__name__
+        if self._asks and _GETS.search(name) and not _OF_THE_STEP.search(name):
+            value = getter()
+            if value is not None and is_value(value) and same(getter(), value):
+                self.reads.answers(getter, value)
 
     def _vars(self, owner: Any = UNKNOWN) -> None:
         self.attribute(owner, "__dict__")
@@ -452,7 +470,15 @@ class Instructions:
             return
         if ins.argrepr.endswith("="):
             self.changes(one)
+        self._operate(ins.argrepr, one, other)
         self._read_whole(ins, one, other)
+
+    def _operate(self, symbol: str, one: Any, other: Any) -> None:
+        """Record which methods of tensors an operator calls."""
+        name = _OPERATORS.get(symbol.rstrip("=") if self.own else "", "")
+        for owner, method in ((one, f"__{name}__"), (other, f"__r{name}__")) if name else ():
+            if issubclass(type(owner), Tensor):
+                self.reads.method_of_tensors(method)
 
     def _is(self, ins: dis.Instruction, one: Any, other: Any) -> None:
         self._compared(one, other, differ=one is not other)
@@ -564,6 +590,12 @@ _READERS: tuple[tuple[Callable[..., None], int | Callable[[int], int], str], ...
     (Instructions._read_whole, 2, "FORMAT_WITH_SPEC"),
     (Instructions._read_whole, 3, "BINARY_SLICE"),
     (Instructions._read_whole, lambda flags: 2 if flags & 4 else 1, "FORMAT_VALUE"),
+)
+_OPERATORS = MappingProxyType(
+    {
+        **{"+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod", "**": "pow"},
+        **{"@": "matmul", "&": "and", "|": "or", "^": "xor", "<<": "lshift", ">>": "rshift"},
+    }
 )
 # These move or make values, or control where the frame goes on.
 _READ_NOTHING = frozenset(

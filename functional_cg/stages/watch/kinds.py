@@ -6,14 +6,13 @@ import collections
 import functools
 import random
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from queue import SimpleQueue
-from types import FunctionType, MethodType, ModuleType, WrapperDescriptorType
+from types import CodeType, FunctionType, MethodType, ModuleType, WrapperDescriptorType
 from typing import Any
 
 from ...messages.source import is_user_file
@@ -21,7 +20,6 @@ from .values import in_classes, instance_dict, is_value, missing
 
 __all__ = [
     "BUILTINS",
-    "LOCKS",
     "UNKNOWN",
     "Stored",
     "advances",
@@ -29,7 +27,6 @@ __all__ = [
     "bound",
     "computes",
     "definer_after",
-    "defines",
     "generator_state",
     "has_key",
     "holds",
@@ -40,15 +37,15 @@ __all__ = [
     "is_user_class",
     "is_user_module",
     "parameters_with_defaults",
-    "plain",
     "stored_in_class",
     "stores",
+    "takes_arguments",
 ]
 
 # Types of bound compiled methods; those of the second type receive their defining class.
 BUILTINS: tuple[type, ...] = (types.BuiltinFunctionType, type(SimpleQueue().get))
-LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _LIBRARIES = ("functional_cg", "numpy", "torch")
+_TAKES_ANY = 0x0C  # code flags of functions with ``*args`` or ``**kwargs``
 UNKNOWN: Any = object()  # stands for a value that was not seen
 
 
@@ -59,11 +56,6 @@ def has_key(key: Any) -> Any:
 
 def _has_key(key: Any, container: Any) -> bool:
     return key in container
-
-
-def plain(defaults: Any) -> bool:
-    """Whether all defaults of a function are plain values."""
-    return all(map(is_value, defaults.values() if type(defaults) is dict else defaults))
 
 
 def is_key(key: Any) -> bool:
@@ -91,13 +83,11 @@ def is_slot(found: Any) -> bool:
 
 
 def stores(name: str, owner: Any) -> bool:
-    """Whether an object itself stores an attribute."""
-    return name in instance_dict(owner)
-
-
-def defines(name: str, cls: type) -> bool:
-    """Whether a class or one of its bases defines a name."""
-    return in_classes(cls.__mro__, name) is not missing
+    """Whether an object itself stores an attribute, or a class or one of its bases does."""
+    if issubclass(type(owner), type):
+        return in_classes(owner.__mro__, name) is not missing
+    slot = in_classes(type(owner).__mro__, name)
+    return name in instance_dict(owner) or (is_slot(slot) and holds(slot, owner))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,3 +194,8 @@ def parameters_with_defaults(function: FunctionType) -> list[str]:
     """Return the names of the parameters that have a default, except keyword-only ones."""
     code, defaults = function.__code__, function.__defaults__ or ()
     return list(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount])
+
+
+def takes_arguments(code: CodeType) -> bool:
+    """Whether a function takes arguments."""
+    return bool(code.co_argcount or code.co_kwonlyargcount or code.co_flags & _TAKES_ANY)
