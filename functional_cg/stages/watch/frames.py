@@ -151,6 +151,7 @@ class Follower:
         if not frame.f_code.co_flags & _YIELDS:
             followed = self._frames.pop(id(frame), None)
             if followed is not None:
+                followed.look_at_kept()
                 followed.leave()
 
     def _leave(self) -> None:
@@ -255,15 +256,15 @@ def _monitored(follower: Follower) -> Iterator[None]:
         if not follower.away and threading.get_ident() == thread:
             follower.returned(sys._getframe(1))
 
+    callbacks = {
+        events.PY_START: started,
+        events.PY_RESUME: started,
+        events.INSTRUCTION: instruction,
+        events.PY_RETURN: returned,
+        events.PY_YIELD: returned,
+    }
     monitoring.use_tool_id(tool, "functional_cg")
     try:
-        callbacks = {
-            events.PY_START: started,
-            events.PY_RESUME: started,
-            events.INSTRUCTION: instruction,
-            events.PY_RETURN: returned,
-            events.PY_YIELD: returned,
-        }
         for event, callback in callbacks.items():
             monitoring.register_callback(tool, event, callback)
         monitoring.restart_events()
@@ -273,12 +274,6 @@ def _monitored(follower: Follower) -> Iterator[None]:
         monitoring.set_events(tool, 0)
         for _, code in entered.values():
             monitoring.set_local_events(tool, code, 0)
-        for event in (
-            events.PY_START,
-            events.PY_RESUME,
-            events.INSTRUCTION,
-            events.PY_RETURN,
-            events.PY_YIELD,
-        ):
+        for event in callbacks:
             monitoring.register_callback(tool, event, None)
         monitoring.free_tool_id(tool)

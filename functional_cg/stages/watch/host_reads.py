@@ -477,9 +477,6 @@ class HostReads:
                 return value
             self._lacks(self.place(owner), name)
             return UNKNOWN
-        if issubclass(type(owner), tuple) and name in getattr(type(owner), "_fields", ()):
-            self._read(owner, Step(ATTRIBUTE, name), getattr(owner, name))
-            return getattr(owner, name)
         if hasattr(type(in_class), "__set__"):  # a property precedes what the instance stores
             self.of_class(type(owner), name, in_class)
             return self.got(getattr(in_class, "fget", None), owner)
@@ -572,7 +569,8 @@ class HostReads:
             meta = in_classes(kind.__mro__, name)
             computed = type(meta) is types.GetSetDescriptorType and self.is_of_user(owner)
             if computed and (said := getattr(owner, name, missing)) is not missing:
-                self._said_of_class(owner, name, said)
+                if is_value(said):  # such as its name
+                    self._read(owner, Step(ATTRIBUTE, name), said)
             elif meta is not missing and not computed:
                 self.of_class(kind, name, meta)
             elif not issubclass(owner, enum.Enum):
@@ -585,10 +583,6 @@ class HostReads:
             return MethodType(found.__func__, owner)
         as_it_is = (FunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
         return UNKNOWN if computes(found) and type(found) not in as_it_is else found
-
-    def _said_of_class(self, cls: type, name: str, value: Any) -> None:
-        if is_value(value):  # such as its name
-            self._read(cls, Step(ATTRIBUTE, name), value)
 
     def of_class(self, cls: type, name: str, found: Any) -> None:
         """Record what a user's class stores under a name."""
@@ -643,10 +637,11 @@ class HostReads:
         if not is_container(owner):
             self.use(owner)
             return UNKNOWN
-        if is_array(owner) and owner.dtype.hasobject and is_key(key):
-            return self._element(owner, key)
         getter = in_classes(type(owner).__mro__, "__getitem__")
-        if not is_key(key) or is_array(owner) or getter not in _BUILTIN_ITEMS:
+        of_objects = is_array(owner) and owner.dtype.hasobject
+        if of_objects:
+            self.use(owner)
+        if not is_key(key) or not (of_objects or getter in _BUILTIN_ITEMS):
             self.use(owner)
             self.identity(key)
             return UNKNOWN
@@ -661,16 +656,6 @@ class HostReads:
             return UNKNOWN
         name = place.name.removesuffix("._modules")
         self.found(place, Step(ITEM, key), value, Step(ITEM, key).shown(name))
-        return value
-
-    def _element(self, array: Any, key: Any) -> Any:
-        """Return an element of an object array, and record the read."""
-        self.use(array)
-        try:
-            value = array[key]
-        except (LookupError, TypeError):
-            return UNKNOWN
-        self._read(array, Step(ITEM, key), value)
         return value
 
     def has(self, owner: Any, key: Any) -> None:

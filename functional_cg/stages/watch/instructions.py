@@ -104,12 +104,12 @@ class Instructions:
         handled, self._handled = self._handled, ins.offset if offset != ins.offset else None
         if offset == handled:  # at its EXTENDED_ARG
             return True
-        self._look_at_kept()
+        self.look_at_kept()
         self.reads.frame = self.frame
         read(self, ins, *self._evaluation.top(self.frame, ins.offset, count))
         return True
 
-    def _look_at_kept(self) -> None:
+    def look_at_kept(self) -> None:
         """Record what a cached function gave that was called last, if it was the result of an earlier call."""
         if self._kept is not None:
             callee, ask, hits = self._kept
@@ -118,11 +118,6 @@ class Instructions:
                 self.reads.holds(callee, ask, ask(callee))
 
     # -- what is asked of a value -----------------------------------------------------------------------------------
-
-    def use_class(self, owner: Any) -> None:
-        """Record that the class of an object, with its bases, matters."""
-        if self._reads_from(owner):
-            self.reads.shape_of(type(owner))
 
     def changes(self, owner: Any) -> None:
         """Record that the step may change an object in place; of tensors, its ops tell."""
@@ -173,7 +168,7 @@ class Instructions:
         if self._reads_from(owner):
             self.reads.item(owner, key)
 
-    def size(self, owner: Any, *, truth: bool = False) -> None:
+    def size(self, owner: Any = UNKNOWN, *, truth: bool = False) -> None:
         """Record a read of ``len(owner)``, or of its truth value."""
         if self._reads_from(owner):
             self.reads.size(owner, truth=truth)
@@ -338,11 +333,9 @@ class Instructions:
     def _vars(self, owner: Any = UNKNOWN) -> None:
         self.attribute(owner, "__dict__")
 
-    def _truth_of(self, owner: Any = UNKNOWN) -> None:
-        self.size(owner, truth=True)
-
     def _class_of(self, owner: Any = UNKNOWN, *classes: Any) -> None:
-        self.use_class(owner)
+        if self._reads_from(owner):
+            self.reads.shape_of(type(owner))
 
     def _globals(self) -> None:
         self.reads.root(self.frame.f_globals, "globals()")
@@ -660,7 +653,7 @@ _BUILTINS: Mapping[Any, Callable[..., None]] = MappingProxyType(
         dir: Instructions._ask,
         vars: Instructions._vars,
         len: Instructions.size,
-        bool: Instructions._truth_of,
+        bool: functools.partial(Instructions.size, truth=True),
         globals: Instructions._globals,
         id: Instructions._which,
         hash: Instructions._which,
