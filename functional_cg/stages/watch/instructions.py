@@ -333,6 +333,9 @@ class Instructions:
     def _vars(self, owner: Any = UNKNOWN) -> None:
         self.attribute(owner, "__dict__")
 
+    def _truth_of(self, owner: Any = UNKNOWN) -> None:
+        self.size(owner, truth=True)
+
     def _class_of(self, owner: Any = UNKNOWN, *classes: Any) -> None:
         if self._reads_from(owner):
             self.reads.shape_of(type(owner))
@@ -584,10 +587,21 @@ _READERS: tuple[tuple[Callable[..., None], int | Callable[[int], int], str], ...
     (Instructions._read_whole, 3, "BINARY_SLICE"),
     (Instructions._read_whole, lambda flags: 2 if flags & 4 else 1, "FORMAT_VALUE"),
 )
-_OPERATORS = MappingProxyType(
+_OPERATORS: Mapping[str, str] = MappingProxyType(
     {
-        **{"+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod", "**": "pow"},
-        **{"@": "matmul", "&": "and", "|": "or", "^": "xor", "<<": "lshift", ">>": "rshift"},
+        "+": "add",
+        "-": "sub",
+        "*": "mul",
+        "/": "truediv",
+        "//": "floordiv",
+        "%": "mod",
+        "**": "pow",
+        "@": "matmul",
+        "&": "and",
+        "|": "or",
+        "^": "xor",
+        "<<": "lshift",
+        ">>": "rshift",
     }
 )
 # These move or make values, or control where the frame goes on.
@@ -653,16 +667,19 @@ _BUILTINS: Mapping[Any, Callable[..., None]] = MappingProxyType(
         dir: Instructions._ask,
         vars: Instructions._vars,
         len: Instructions.size,
-        bool: functools.partial(Instructions.size, truth=True),
+        bool: Instructions._truth_of,
         globals: Instructions._globals,
         id: Instructions._which,
         hash: Instructions._which,
         callable: Instructions._class_of,
         isinstance: Instructions._class_of,
         issubclass: Instructions._subclass,
-        **dict.fromkeys(
-            (type, super, print, setattr, operator.attrgetter, operator.itemgetter), Instructions._nothing
-        ),
+        type: Instructions._nothing,
+        super: Instructions._nothing,
+        print: Instructions._nothing,
+        setattr: Instructions._nothing,
+        operator.attrgetter: Instructions._nothing,
+        operator.itemgetter: Instructions._nothing,
     }
 )
 
