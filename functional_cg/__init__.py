@@ -33,6 +33,7 @@ Inside of a step:
   remat             recompute in the backward pass instead of keeping values
   cond              select between two branches on the device
   scan              loop over the first dimension of a tensor
+  sweep             train many models at once with a step of one
   tap               record a value, to be read after any call
   debug_print       print values at each call
   LossScale         a dynamic loss scale for float16
@@ -114,6 +115,7 @@ from .transforms.control import scan as scan
 from .transforms.debug import debug_print as debug_print
 from .transforms.microbatches import microbatches as microbatches
 from .transforms.remat import remat as remat
+from .transforms.sweep import sweep as sweep
 from .transforms.taps import tap as tap
 
 __version__ = "0.2.0"

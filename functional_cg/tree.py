@@ -11,6 +11,8 @@ Leaves and structure:
   unflatten           a tree from its treedef and leaves
   leaves              the leaves alone
   map                 apply a function to the leaves of one or several trees of one structure
+  stack               stack trees leaf by leaf: the states of many models become one
+  take                a member of such a stack, or some of them
   at                  replace what ``lambda t: t.params["w"]`` selects, functionally
 
 Your own nodes:
@@ -42,6 +44,8 @@ from .pytree.trees import flatten as flatten
 from .pytree.trees import flatten_with_path as flatten_with_path
 from .pytree.trees import leaves as leaves
 from .pytree.trees import map as map
+from .pytree.trees import stack as stack
+from .pytree.trees import take as take
 from .pytree.trees import unflatten as unflatten
 
 if not _typing.TYPE_CHECKING:  # a type checker would let any name pass

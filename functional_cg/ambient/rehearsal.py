@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "Trace", "announce", "as_before", "copying", "place", "rehearsing", "repeated",
+    "Trace", "announce", "as_before", "copying", "for_members", "place", "rehearsing", "repeated",
     "tensor_of", "traced", "tracing", "unknown",
 ]  # fmt: skip
 
@@ -49,6 +49,16 @@ class Trace(Protocol):
 
     def copying(self) -> AbstractContextManager[None]:
         """Follow only the user's own code, and what that calls, in a block that copies or lists the user's objects."""
+        ...
+
+    def for_members(
+        self,
+        act: Callable[[list[Tensor]], list[Tensor]],
+        given: Sequence[Tensor],
+        names: Sequence[str],
+        count: int,
+    ) -> list[Tensor]:
+        """Trace a function on the tensors of one member, and record its calls for all members."""
         ...
 
     def announce(self, text: str) -> None:
@@ -117,6 +127,17 @@ def repeated(
     """
     trace = _running.get()
     return act(list(given)) if trace is None else trace.repeated(name, act, given, title)
+
+
+def for_members(
+    act: Callable[[list[Tensor]], list[Tensor]], given: Sequence[Tensor], names: Sequence[str], count: int
+) -> list[Tensor]:
+    """Compute a function of one member for all: the tensors given and returned have the member axis first."""
+    trace = _running.get()
+    if trace is not None:
+        return trace.for_members(act, given, names, count)
+    columns = [act([tensor[number] for tensor in given]) for number in range(count)]
+    return [torch.stack(column) for column in zip(*columns, strict=True)]
 
 
 def tensor_of(value: Any) -> Tensor:

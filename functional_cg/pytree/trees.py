@@ -215,6 +215,69 @@ def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return unflatten(treedef, [function(*group) for group in zip(first, *others, strict=True)])
 
 
+def stack(trees: Sequence[Any]) -> Any:
+    """Stack trees of one structure, leaf by leaf: states of single models become one of all, for a sweep.
+
+    Args:
+      trees: Pytrees of tensors of the same shapes and dtypes.
+    Returns:
+      A plain pytree of new tensors [n, ...].
+    Raises:
+      ValueError: If there is no tree.
+      LayoutError: If the trees differ in structure, which includes static fields such as an optimizer, or leaves in
+        shape or dtype.
+
+    Example:
+      >>> import torch
+      >>> from functional_cg import tree
+      >>> tree.stack([{"w": torch.zeros(2)}, {"w": torch.ones(2)}])
+      {'w': tensor([[0., 0.],
+              [1., 1.]])}
+    """
+    if not trees:
+        raise ValueError("tree.stack: there is no tree to stack.")
+    return map(_stacked, *trees)
+
+
+def _stacked(*leaves: torch.Tensor) -> torch.Tensor:
+    layouts = {(tuple(leaf.shape), leaf.dtype): n for n, leaf in reversed([*enumerate(leaves)])}
+    if len(layouts) > 1:
+        rows = [f"tree {n}  {dtype} {list(shape)}" for (shape, dtype), n in layouts.items()]
+        raise LayoutError.of(
+            "", "tree.stack: the trees have leaves of different shapes or dtypes.", rows=rows[::-1],
+            why="All members of a stack have one layout.",
+            fix="make each with the same sizes; what differs in size belongs in another stack.",
+        )  # fmt: skip
+    return torch.stack(leaves)
+
+
+def take(tree: Any, index: int | Sequence[int] | torch.Tensor) -> Any:
+    """Select from the first dimension of each leaf: a member of a stack, or some of its members in a new order.
+
+    Args:
+      tree: A pytree of tensors [n, ...], such as the state of a sweep.
+      index: Number of a member, negative from the end, or several numbers: a sequence or i64[k].
+    Returns:
+      A plain pytree of new tensors: [...] for one number, [k, ...] for several.
+    Raises:
+      IndexError: If there is no such member.
+
+    Example:
+      >>> import torch
+      >>> from functional_cg import tree
+      >>> state = {"w": torch.tensor([1.0, 2.0, 3.0])}
+      >>> tree.take(state, 1), tree.take(state, [2, 0])
+      ({'w': tensor(2.)}, {'w': tensor([3., 1.])})
+    """
+
+    def taken(leaf: torch.Tensor) -> torch.Tensor:
+        if isinstance(index, int):
+            return leaf[index].clone()
+        return leaf[torch.as_tensor(index, dtype=torch.int64, device=leaf.device)]
+
+    return map(taken, tree)
+
+
 class _Marker:
     """Stands for one leaf while ``at`` finds what ``where`` selects."""
 

@@ -110,6 +110,10 @@ class Variables:
         self.standing.append(var)
         self._of[id(tensor)] = var
 
+    def tensors(self) -> dict[Var, Tensor]:
+        """Return the tensors that stand for variables."""
+        return dict(zip(self.standing, self._tensors, strict=True))
+
     def describes(self, var: Var, tensor: Tensor) -> bool:
         """Whether a tensor still has the layout and storage that it had when its variable was made."""
         spec = var.spec

@@ -8,6 +8,7 @@ for each question.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -31,6 +32,7 @@ __all__ = [
     "named_arguments",
     "of_another_library",
     "one_unwrapped",
+    "only_batching_rules",
     "returns_view",
     "sync_reason",
     "tags_of",
@@ -54,6 +56,18 @@ _PROBABILITIES = ("p", "dropout_p", "dropout")
 def is_batched(tensor: Tensor) -> bool:
     """Whether a tensor is a batch under ``torch.func.vmap``."""
     return torch._C._functorch.is_batchedtensor(tensor)
+
+
+@contextlib.contextmanager
+def only_batching_rules() -> Iterator[None]:
+    """Let ``vmap`` raise for an op without a batching rule, in place of running it once for each element."""
+    functorch = torch._C._functorch  # private; test_sweep notices a change
+    before = functorch._is_vmap_fallback_enabled()
+    functorch._set_vmap_fallback_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_enabled(before)
 
 
 def one_unwrapped(tensor: Tensor) -> Tensor:

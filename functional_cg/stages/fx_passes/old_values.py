@@ -51,6 +51,7 @@ for _name in ("own", "now"):
 _library.define("kept(Tensor value) -> Tensor")
 _library.impl("kept", _aten.clone.default, "CompositeExplicitAutograd")
 _library._register_fake("kept", _aten.clone.default)
+torch.library.register_vmap("fcg::kept", lambda _, dims, value: (KEPT(value), dims[0]), lib=_library)
 KEPT = torch.ops.fcg.kept.default
 # Stands for `after`: the value, in memory, but not before the other argument is there.
 _library.define("later(Tensor value, Tensor other) -> Tensor")

@@ -101,8 +101,29 @@ def _results_like(formula: str, old: Sequence[Tensor], values: Values, numbers: 
     return [torch.empty_like(value) for value in old]
 
 
+def _batched(info: Any, dims: Any, formula: str, old: Any, values: Any, numbers: Numbers) -> Any:
+    """Update the leaves of many models: a number of each one stands beside its leaf."""
+    _, of_old, of_values, _ = dims
+    columns = [_in_front(*pair, info.batch_size) for pair in zip(old, of_old, strict=True)]
+    rank = columns[0].dim()
+    beside = [
+        value if value is None or dim is None else _beside(value.movedim(dim, 0), rank)
+        for value, dim in zip(values, of_values, strict=True)
+    ]
+    return update(formula, columns, beside, numbers), [0] * len(old)
+
+
+def _in_front(value: Tensor, dim: int | None, count: int) -> Tensor:
+    return value.expand(count, *value.shape).clone() if dim is None else value.movedim(dim, 0)
+
+
+def _beside(value: Tensor, rank: int) -> Tensor:
+    return value.reshape(-1, *[1] * (rank - 1)) if value.dim() == 1 else value
+
+
 _library.impl("update", _results, "CompositeExplicitAutograd")
 _library._register_fake("update", _results_like)
+torch.library.register_vmap("fcg::update", _batched, lib=_library)
 
 
 Kind = tuple[torch.dtype, bool]  # of a tensor: its dtype, and whether it has dimensions

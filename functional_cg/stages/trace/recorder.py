@@ -41,6 +41,7 @@ from ..variables import History, Reference, Variables
 from ..watch.frames import Follower
 from .host import taken_as_valid
 from .known import BY_NUMBER, Supposed, as_filling, aside_from_modes, by_places, filled, result_of, value_of
+from .members import for_members
 from .recipe import Recipe
 from .rules import Rules
 from .strays import Table, may_be_table
@@ -153,6 +154,16 @@ class Recorder(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             found = self._aside(self.blocks.again, name, given)
         return self.blocks.recorded(name, act, given, title) if found is None else found
+
+    def for_members(
+        self,
+        act: Callable[[list[Tensor]], list[Tensor]],
+        given: Sequence[Tensor],
+        names: Sequence[str],
+        count: int,
+    ) -> list[Tensor]:
+        """Record what a function of one member computes, for all members."""
+        return for_members(self, act, given, names, count)
 
     def announce(self, text: str) -> None:
         """Add a note to the program."""

@@ -1,0 +1,296 @@
+"""Members: a function that is traced for one model, recorded for many at once.
+
+The function runs on tensors of one member and makes the calls of a single run. Each of them is then made once more, on
+the tensors of all members, by torch's batching rules (``torch.func.vmap``): the member axis comes first. So whatever a
+single step may do, a step of many may do, gradients and fused optimizers included. A call without a batching rule is
+made for each member.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...ambient.own_work import OwnWork
+from ...errors import CaptureError
+from ...nn.originals import Met
+from ...state.arena import BufferSpec
+from ...tensors.aten import only_batching_rules
+from ...tensors.op_table import row_of
+from ..blocks import Blocks
+from ..evaluate import AS_STRIDED, assigned
+from ..passes.formulas import FORMULAS
+from ..passes.fused import at_places, group_size
+from ..program import Instr, Program, Report, Var, map_vars, written_storages
+from ..sub_programs import calls_of
+from ..variables import History, Variables
+
+__all__ = ["for_members"]
+
+_aten = torch.ops.aten
+_VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
+
+
+class _Recorder(Protocol):
+    """What records the running trace."""
+
+    program: Program
+    variables: Variables
+    blocks: Blocks
+    history: History
+    met: Met
+    work: OwnWork
+
+    def fake(self, spec: BufferSpec, owner: str) -> tuple[Tensor, Var]: ...
+
+    def as_before(self, place: Any) -> AbstractContextManager[None]: ...
+
+    def announce(self, text: str) -> None: ...
+
+
+def for_members(
+    recorder: _Recorder,
+    act: Callable[[list[Tensor]], list[Tensor]],
+    given: Sequence[Tensor],
+    names: Sequence[str],
+    count: int,
+) -> list[Tensor]:
+    """Record a function of one member for all of them.
+
+    Args:
+      recorder: Records the running trace.
+      act: The function, of the tensors of one member.
+      given: The tensors of all members, each with the member axis first.
+      names: Their names, for messages.
+      count: Number of members.
+    Returns:
+      What it returns, for all members.
+    """
+    program, start = recorder.program, len(recorder.program.instrs)
+    shown, applied, replaced = len(program.reports), len(recorder.met.applied), len(recorder.work.replaced)
+    blocks = len(recorder.blocks.known)
+    one = [recorder.fake(_of_one(tensor), name)[0] for tensor, name in zip(given, names, strict=True)]
+    results = act(one)
+    if len(recorder.blocks.known) > blocks:
+        raise CaptureError.of(
+            program.function,
+            "runs a pipeline for each member of a sweep.",
+            why="The stages of a pipeline are traced once, and belong to one model.",
+            fix="one member for each group of ranks, without `fcg.sweep`.",
+        )
+    of = recorder.variables.of
+    wanted = [of(tensor) for tensor in results]
+    calls = calls_of(program.instrs[start:])
+    reports = program.reports[shown:]
+    del program.instrs[start:], program.reports[shown:]
+    recorder.history.forget()
+    pairs = zip(map(of, one), given, strict=True)
+    members = _Members(recorder, calls, {var: tensor for var, tensor in pairs if var is not None}, count)
+    with torch.no_grad(), only_batching_rules():
+        for call in calls:
+            with recorder.as_before((call.site, call.backward, call.inner, call.origin)):
+                members.make(call)
+        out = [
+            members.of(var) if var is not None else tensor
+            for var, tensor in zip(wanted, results, strict=True)
+        ]
+        for report in reports:
+            members.report(report)
+    recorder.met.applied[applied:] = [
+        replace(each, written=tuple(map(members.like, each.written)))
+        for each in recorder.met.applied[applied:]
+    ]
+    recorder.work.replaced[replaced:] = [
+        [[(members.like(old), members.like(new)) for old, new in part] for part in parts]
+        for parts in recorder.work.replaced[replaced:]
+    ]
+    if members.repeated:
+        named = ", ".join(f"{name} ({times})" for name, times in members.repeated.most_common())
+        recorder.announce(
+            f"{count} members: one call for all, but for calls without a batching rule: {named}"
+        )
+    return out
+
+
+def _of_one(tensor: Tensor) -> BufferSpec:
+    """Return the layout of one member's part."""
+    shape, stride = tuple(tensor.shape[1:]), tuple(tensor.stride()[1:])
+    return BufferSpec(shape, stride, tensor.dtype, tensor.device)
+
+
+class _Members:
+    """The values of all members.
+
+    Args:
+      recorder: Records the calls.
+      calls: Those of one member.
+      given: The variables that differ from member to member, with the tensors of all members.
+      count: Number of members.
+
+    Attributes:
+      repeated: How many calls of each op were made for each member.
+    """
+
+    def __init__(
+        self, recorder: _Recorder, calls: Sequence[Instr], given: Mapping[Var, Tensor], count: int
+    ) -> None:
+        self.repeated: Counter[str] = Counter()
+        self._recorder, self._values, self._count = recorder, dict(given), count
+        self._shared = recorder.variables.tensors()
+        self._written = written_storages(calls)
+        self._own = _own_storages(calls, {var.storage for var in given})
+        # Memory that is written, or read by strides, lies for each member as it does for one.
+        self._laid_out = self._written | {
+            var.storage for call in calls if call.op is AS_STRIDED for var in call.inputs()
+        }
+
+    def of(self, var: Var) -> Tensor:
+        """Return the values of all members; one that all share is repeated."""
+        value = self._value(var)
+        return value if var.storage in self._own else value.expand(self._count, *value.shape).clone()
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Return what takes the place of a tensor of one member."""
+        var = self._recorder.variables.of(tensor)
+        return tensor if var is None or var not in self._values else self._values[var]
+
+    def make(self, call: Instr) -> None:
+        """Make a call for all members."""
+        own = [var for var in dict.fromkeys(call.inputs()) if var.storage in self._own]
+        if not own:
+            made = dict(assigned(call.out, _run(call, self._value)))
+            for var, value in made.items():
+                if var.storage in self._own and value is not None:  # a member writes into it
+                    value = value.expand(self._count, *value.shape).clone()
+                self._values[var] = value
+        elif call.op is AS_STRIDED:
+            source, size, stride, *offset = call.args
+            value = self._value(source)
+            begin = offset[0] if offset and offset[0] is not None else source.offset
+            moved = begin - source.offset + value.storage_offset()
+            self._values[call.out] = value.as_strided([self._count, *size], [value.stride(0), *stride], moved)
+        else:
+            for part in _parts(call):
+                self._values.update(self._batched(part, own) or self._one_by_one(part, own))
+
+    def report(self, report: Report) -> None:
+        """Record a report of one member for all."""
+        own = [var for var in report.values if var.storage in self._own]
+
+        def show(*values: Tensor) -> Tensor:
+            known = dict(zip(own, values, strict=True))
+            report.func(*report.args, [known.get(var, self._shared.get(var)) for var in report.values])
+            return values[0]
+
+        if own:
+            torch.func.vmap(show)(*map(self.of, own))
+        else:
+            report.func(*report.args, list(map(self._value, report.values)))
+
+    def _value(self, var: Var) -> Tensor:
+        if var not in self._values:
+            value = self._shared[var]
+            if var.storage in self._own:  # shared, and then written by each member
+                value = value.expand(self._count, *value.shape).clone()
+            self._values[var] = value
+        return self._values[var]
+
+    def _batched(self, call: Instr, own: Sequence[Var]) -> dict[Var, Tensor] | None:
+        """Make a call by a batching rule; return its results, or None if there is no rule that makes these."""
+        read = [var for var in own if var in set(call.inputs())]
+        made: list[Var] = []
+
+        def act(*values: Tensor) -> tuple[Tensor, ...]:
+            known = dict(zip(read, values, strict=True))
+            pairs = [*assigned(call.out, _run(call, lambda var: known.get(var, self._values.get(var))))]
+            made[:] = [var for var, value in pairs if value is not None]
+            return tuple(value for _, value in pairs if value is not None)
+
+        for var in call.inputs():
+            self._value(var)
+        start = len(self._recorder.program.instrs)
+        try:
+            results = torch.func.vmap(act)(*map(self._value, read))
+        except (RuntimeError, ValueError, NotImplementedError):
+            results = ()
+        found = dict(zip(made, results, strict=True)) if results else {}
+        right = all(
+            value.dtype is var.spec.dtype and value.shape == (self._count, *var.spec.shape)
+            for var, value in found.items()
+        )
+        if not found or not right:
+            assert not call.writes or not found, "a call that writes was made"
+            del self._recorder.program.instrs[start:]
+            self._recorder.history.forget()
+            return None
+        return {var: self._as_one(call, var, value) for var, value in found.items()}
+
+    def _as_one(self, call: Instr, var: Var, value: Tensor) -> Tensor:
+        """Return a result whose members lie as that of a single run, where that counts."""
+        new = var.storage not in {one.storage for one in call.inputs()}
+        if not new or var.storage not in self._laid_out or value.stride()[1:] == var.spec.stride:
+            return value
+        extent = 1 + sum(
+            (size - 1) * step for size, step in zip(var.spec.shape, var.spec.stride, strict=True)
+        )
+        layout = (extent, *var.spec.stride)
+        return torch.empty_strided(value.shape, layout, dtype=value.dtype, device=value.device).copy_(value)
+
+    def _one_by_one(self, call: Instr, own: Sequence[Var]) -> dict[Var, Tensor]:
+        """Make a call for each member."""
+        self.repeated[call.name] += 1
+        columns: list[list[Tensor]] = []
+        made: list[Var] = []
+        for number in range(self._count):
+
+            def value(var: Var, number: int = number) -> Tensor:
+                return self._value(var)[number] if var in own else self._value(var)
+
+            pairs = [*assigned(call.out, _run(call, value))]
+            made = [var for var, one in pairs if one is not None]
+            columns.append([one for _, one in pairs if one is not None])
+        written = {var for var in made if var in call.writes}
+        stacked = zip(made, zip(*columns, strict=True), strict=True)
+        return {var: self._values[var] if var in written else torch.stack(column) for var, column in stacked}
+
+
+def _own_storages(calls: Sequence[Instr], given: set[int]) -> set[int]:
+    """Return the storages whose content differs from member to member."""
+    own, known = set(given), -1
+    while known != (known := len(own)):
+        for call in calls:
+            if any(var.storage in own for var in call.inputs()):
+                own.update(var.storage for var in (*call.outputs(), *call.writes))
+    return own
+
+
+def _parts(call: Instr) -> Iterator[Instr]:
+    """Yield the calls to make in place of a call: those on lists have no batching rules."""
+    grouped = 0 if row_of(call.op).kind == "optimizer" else group_size(call)
+    yield from (at_places(call, [place]) for place in range(grouped)) if grouped else [call]
+
+
+def _run(call: Instr, value: Callable[[Var], Any]) -> Any:
+    """Run a call, on lists of one tensor by the op for a tensor; fused optimizers by their formulas."""
+    args, kwargs = (
+        map_vars(value, list(call.args)),
+        {n: map_vars(value, one) for n, one in call.kwargs.items()},
+    )
+    name = call.op._schema.name
+    if row_of(call.op).kind == "optimizer":
+        return FORMULAS[name](*args, **kwargs)
+    if name.startswith("aten::_foreach_") and not call.writes and group_size(call) == 1:
+        alone = [one[0] if isinstance(one, (list, tuple)) and len(one) == 1 else one for one in args]
+        if name == "aten::_foreach_norm":
+            order, *dtype = alone[1:]
+            return [_aten.linalg_vector_norm.default(alone[0], order, dtype=dtype[0] if dtype else None)]
+        return [getattr(_aten, name.removeprefix("aten::_foreach_"))(*alone, **kwargs)]
+    if call.op in _VIEWS:
+        return args[0].reshape(args[1])
+    return call.op(*args, **kwargs)
