@@ -30,10 +30,11 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.ambient.setting import canonical
+from functional_cg.ambient.torch_modes import TORCH_MODES, modes_now, refuse_ambient_modes
 from functional_cg.errors import BakedValueError
 from functional_cg.stages.watch.frames import Follower
 from functional_cg.stages.watch.host_reads import HostReads
-from functional_cg.stages.watch.host_watch import MODES, HostWatch, modes, refuse_ambient_modes
+from functional_cg.stages.watch.host_watch import HostWatch
 
 LR = 0.1
 ONES = torch.ones(2)
@@ -63,7 +64,7 @@ def watch(fn, *more, raises=(), constants=(), x=None, **named):
     reads.root(fn, "self")
     with canonical(), Follower(reads).following(), contextlib.suppress(*raises):
         fn(torch.ones(2) if x is None else x, *more, **named)
-    return HostWatch(reads.finish(), autocast_dtypes=reads.says_autocast, half_precision=True)
+    return HostWatch(reads.finish(), ["halves"] + ["autocast"] * reads.says_autocast)
 
 
 def notices(fn, name, change, *more, **watching):
@@ -1260,8 +1261,8 @@ MODE_CHANGES = [
         True,
         "torch.backends.cudnn.deterministic",
     ),
-    (lambda: modes()[5], set_matmul, "tf32", "torch.backends.cuda.matmul.fp32_precision"),
-    (lambda: modes()[6], set_conv, "ieee", "torch.backends.cudnn.conv.fp32_precision"),
+    (lambda: modes_now()[3], set_matmul, "tf32", "torch.backends.cuda.matmul.fp32_precision"),
+    (lambda: modes_now()[4], set_conv, "ieee", "torch.backends.cudnn.conv.fp32_precision"),
     *[
         (
             getattr(torch.backends.cuda, f"{kernel}_sdp_enabled"),
@@ -1301,7 +1302,7 @@ def test_each_mode_is_compared(read, write, value, name):
     seen = watch(lambda x: x)
     with setting(read, write, value):
         assert not seen.unchanged()
-        assert [row[0] for row in seen.differences()] == [name]
+        assert [row[0] for row in seen.other_modes()] == [name]
         with pytest.raises(BakedValueError, match="set the mode before the first call"):
             seen.check("step")
     assert seen.unchanged()
@@ -1376,26 +1377,10 @@ def test_grad_and_inference_mode_are_the_steps_own():
 
 
 def test_the_private_getters_agree_with_the_public_ones():
-    public = (
-        torch.is_autocast_enabled("cuda"),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cuda"),
-        torch.get_autocast_dtype("cpu"),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cuda.matmul.fp32_precision.replace("none", "ieee"),
-        torch.backends.cudnn.conv.fp32_precision.replace("none", "ieee"),
-        torch.backends.cudnn.benchmark,
-        torch.backends.cudnn.deterministic,
-        torch.get_default_dtype(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
-        torch.get_default_device(),
-        torch.backends.cudnn.enabled,
-    )
-    assert modes()[: len(public)] == public
-    assert len(MODES) == len(modes())
+    for mode, value in zip(TORCH_MODES, modes_now(), strict=True):
+        public = eval(mode.name, {"torch": torch})
+        first = value[0] if isinstance(value, tuple) else value
+        assert first == ("ieee" if public == "none" else public), mode.name
 
 
 # -- messages and costs ----------------------------------------------------------------------------------------------

@@ -20,12 +20,13 @@ from torch.distributions import constraints, continuous_bernoulli, distribution,
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
+from ...ambient.torch_modes import TORCH_MODES, modes_now
 from ...errors import CaptureError, FunctionalCGError, SideEffectError
 from ...messages.advice import ADDRESS
 from ...messages.guards import compares_in_guard, guard_of, may_swallow
 from ...messages.source import at_here, frames, is_user_file
 from ..watch.host_reads import HostReads
-from ..watch.host_watch import MODES, HostWatch, modes
+from ..watch.host_watch import HostWatch
 from ..watch.values import shown
 from .known import aside_from_modes
 from .places import at_a_place
@@ -201,7 +202,7 @@ class HostState:
 
     def __init__(self, function: str) -> None:
         self._function = function
-        self._modes = modes()
+        self._modes = modes_now()
 
     def refuse_change(self, watched: HostWatch, reads: HostReads) -> None:
         """Raise if the traces changed a mode, or the last trace changed a watched value or advanced an iterator.
@@ -211,8 +212,8 @@ class HostState:
         Raises:
           SideEffectError: Naming each change.
         """
-        rows = [(name, old, new) for name, old, new in watched.differences() if name not in MODES]
-        rows += [row for row in zip(MODES, self._modes, modes(), strict=True) if row[1] != row[2]]
+        modes = zip(TORCH_MODES, self._modes, modes_now(), strict=True)
+        rows = watched.differences() + [(mode.name, old, new) for mode, old, new in modes if old != new]
         if reads.asked_types:
             raise CaptureError.of(
                 self._function,

@@ -36,7 +36,7 @@ from .recipe import Recipe
 from .recorder import Recorder
 from .results import copy_written_inputs, read_reports, read_result
 from .strays import GradsOfConstants, are_kept, disown, refuse_kept, refuse_unfound
-from .twice import refuse_another_run, refuse_another_start, refuse_cold
+from .twice import another_run, another_start, refuse_cold
 
 __all__ = ["trace"]
 
@@ -114,13 +114,14 @@ def _watched(
             reads.handed(value, name)
         try:
             run = _run(recipe, checkpoint, runs, reads)
-        except Exception:
-            refuse_another_start(first.program, runs[-1].program)  # what differs explains it
+        except Exception as error:
+            if difference := another_start(first.program, runs[-1].program):  # it explains the error
+                raise difference.error(recipe.name) from error
             raise
         disown(run.program, run.history.given, run.release(), run.variables.standing)
         entries, autocast = reads.finish(), reads.says_autocast
     halves = any(var.spec.dtype in (torch.float16, torch.bfloat16) for var in run.variables.standing)
-    return run, reads, HostWatch(entries, autocast_dtypes=autocast, half_precision=halves)
+    return run, reads, HostWatch(entries, ["autocast"] * autocast + ["halves"] * halves)
 
 
 def agree(one: Recipe, other: Recipe) -> bool:
@@ -129,12 +130,11 @@ def agree(one: Recipe, other: Recipe) -> bool:
     try:
         with torch.inference_mode(False):
             first, second = (_run(recipe, _nothing, runs).program for recipe in (one, other))
-            refuse_another_run(first, second)
+            return another_run(first, second) is None
     except Exception:  # whatever the function raises for the other one: its own trace says so
         return False
     finally:
         _clear(randomness, collecting, runs)
-    return True
 
 
 def _nothing() -> None:
@@ -191,7 +191,8 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
             randomness.refuse_draws(recipe.name, lambda: _run(recipe, checkpoint, runs))
             refuse_kept(recipe.name, recorder.program, recorder.variables.standing, recorder.release())
             again, reads, watched = _watched(recipe, recorder, checkpoint, runs)
-            refuse_another_run(recorder.program, again.program)
+            if difference := another_run(recorder.program, again.program):
+                raise difference.error(recipe.name)
             refuse_unfound(recorder.tables, again.tables, watched.identical, reads.memory.remembered)
             host.refuse_change(watched, reads)
             _refuse_another_order(recipe, recorder.program)
