@@ -34,7 +34,7 @@ from functional_cg.ambient.torch_modes import TORCH_MODES, modes_now, refuse_amb
 from functional_cg.errors import BakedValueError
 from functional_cg.stages.watch.frames import Follower
 from functional_cg.stages.watch.host_reads import HostReads
-from functional_cg.stages.watch.host_watch import HostWatch
+from functional_cg.stages.watch.host_watch import HostWatch, refusal
 
 LR = 0.1
 ONES = torch.ones(2)
@@ -67,18 +67,23 @@ def watch(fn, *more, raises=(), constants=(), x=None, **named):
     return HostWatch(reads.finish(), ["halves"] + ["autocast"] * reads.says_autocast)
 
 
+def refuse(seen, function="step"):
+    refuse_ambient_modes(function)
+    if not seen.unchanged():
+        raise refusal(function, seen.other_modes() + seen.differences())
+
+
 def notices(fn, name, change, *more, **watching):
     """`fn` reads `name`; `change` changes it and nothing else."""
     seen = watch(fn, *more, **watching)
     assert name in seen.names(), seen.names()
     assert seen.unchanged()
     assert seen.differences() == []
-    seen.check("step")
     change()
     assert not seen.unchanged()
     assert [row[0] for row in seen.differences()] == [name]
     with pytest.raises(BakedValueError, match=re.escape(f"{name}  traced ")):
-        seen.check("step")
+        refuse(seen)
     return seen
 
 
@@ -618,7 +623,7 @@ def test_modes_of_a_module():
     net.eval()
     assert 'net.rest["1"].training' in [row[0] for row in seen.differences()]
     with pytest.raises(BakedValueError, match="make one step for training and one for evaluation"):
-        seen.check("step")
+        refuse(seen)
 
 
 def test_private_copy_of_a_library_is_followed_but_its_modes_are_not_watched():
@@ -926,7 +931,7 @@ def test_each_spelling_of_a_read_is_noticed(make, read, change):
     change(held)
     assert not seen.unchanged()
     with pytest.raises(BakedValueError, match=r"  .*traced .* now "):
-        seen.check("step")
+        refuse(seen)
 
 
 def test_environment(monkeypatch):
@@ -1218,7 +1223,7 @@ def test_value_that_cannot_be_compared_counts_as_changed():
     held.value = Odd("a")
     assert not seen.unchanged()
     with pytest.raises(BakedValueError, match=r"held\.value"):
-        seen.check("step")
+        refuse(seen)
 
 
 # -- torch's modes ----------------------------------------------------------------------------------------------------
@@ -1304,7 +1309,7 @@ def test_each_mode_is_compared(read, write, value, name):
         assert not seen.unchanged()
         assert [row[0] for row in seen.other_modes()] == [name]
         with pytest.raises(BakedValueError, match="set the mode before the first call"):
-            seen.check("step")
+            refuse(seen)
     assert seen.unchanged()
 
 
@@ -1345,7 +1350,7 @@ def test_default_dtype_of_autocast_counts_where_the_step_says_autocast(device):
         assert not using.unchanged()
         assert other.unchanged()
         with pytest.raises(BakedValueError, match=re.escape(f"torch.get_autocast_dtype('{device}')")):
-            using.check("step")
+            refuse(using)
 
 
 def test_ambient_autocast_is_refused():
@@ -1354,7 +1359,7 @@ def test_ambient_autocast_is_refused():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not seen.unchanged()
         with pytest.raises(BakedValueError, match="under autocast") as caught:
-            seen.check("train_step")
+            refuse(seen, "train_step")
         with pytest.raises(BakedValueError, match="under autocast"):
             refuse_ambient_modes("train_step")
         # Made under autocast, the watch still says that off is what was traced.
@@ -1390,7 +1395,7 @@ def test_message(cfg):
     seen = watch(lambda x: x * CFG.lr)
     cfg.lr = 0.2
     with pytest.raises(BakedValueError) as caught:
-        seen.check("train_step")
+        refuse(seen, "train_step")
     assert str(caught.value) == (
         "`train_step`: reads a Python value that the graph has baked in, and that has changed since; "
         "the state is unchanged.\n"

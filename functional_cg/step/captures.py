@@ -271,7 +271,6 @@ class Transform(Generic[P, R]):
         call = self._take_apart(args, kwargs)
         refuse_ambient_modes(self._name)
         lowered = self._lowered_for(call)
-        self._refuse_changes(lowered, call)
         if not self._to_verify:
             return self._replay(call, lowered)
         self._to_verify -= 1
@@ -282,7 +281,8 @@ class Transform(Generic[P, R]):
         def again() -> tuple[Program, HostWatch]:
             return undisturbed(functools.partial(self._traced, self._recipe(lowered.seen(call))))
 
-        if lowered.guards.check(call.states, again if sum(lowered.orders.values()) <= 1 else None):
+        if lowered.guards.check(call.states, again):
+            lowered.orders.clear()  # what was found of them holds for the old values
             lowered.inspection = replace(lowered.inspection, watched=lowered.guards.watch.names())
 
     def _replay(self, call: Call, lowered: Lowered) -> Callable[[], Any]:
@@ -293,6 +293,7 @@ class Transform(Generic[P, R]):
             done = captured.run(args, kwargs, captured.turns[1])
             if done is MISS:  # another thread has since donated a state, changed a value, or switches modes
                 self._refuse_changes(lowered, self._take_apart(args, kwargs))
+                assert lowered.runs(call, self._recipe), "its keys were in another order before"
                 with SWITCH:
                     done = captured.run(args, kwargs, captured.turns[1])
             assert done is not MISS, "a call that was just taken apart fits its capture"
@@ -321,7 +322,6 @@ class Transform(Generic[P, R]):
 
     def _profiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Profile:
         call, lowered = self._lower_only(args, kwargs)
-        self._refuse_changes(lowered, call)
         return self._noting(profile_of, call, lowered)  # type: ignore[no-any-return]
 
     def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -347,8 +347,10 @@ class Transform(Generic[P, R]):
     def _lowered_for(self, call: Call) -> Lowered:
         group = self._lowered.get(key := call.static_key, [])
         for lowered in group:
-            if lowered.runs(call, self._recipe):
-                return lowered
+            if lowered.fits(call):
+                self._refuse_changes(lowered, call)
+                if lowered.runs(call, self._recipe):
+                    return lowered
         if len(group) >= self._options.max_captures:
             self._forget([one for one in group if not one.counts and one.refuted is None])
         right = [one for one in group if one.refuted is None]

@@ -57,15 +57,12 @@ class Guards:
         every = [one.unchanged for one in (watch, *self._fixed)]
         self.unchanged: Callable[[], bool] = functools.reduce(_both, every)
 
-    def check(
-        self, states: Sequence[StateArgument], again: Callable[[], tuple[Program, HostWatch]] | None
-    ) -> bool:
+    def check(self, states: Sequence[StateArgument], again: Callable[[], tuple[Program, HostWatch]]) -> bool:
         """Raise if the host has changed such that the step would do something else now.
 
         Args:
           states: The states of the call.
-          again: Traces the step for the call; None if it has been called with keys in several orders, for which one
-            trace does not speak.
+          again: Traces the step for the call.
         Returns:
           Whether it was traced again.
         Raises:
@@ -80,10 +77,10 @@ class Guards:
             # What changed before without effect comes last: the fix is for the first.
             changed = sorted(self.watch.differences(), key=lambda row: self._causes[row[0]])
             # A trace tells nothing of modes: kernels read them.
-            if (modes := self.watch.other_modes()) or (changed and again is None):
+            if modes := self.watch.other_modes():
                 raise refusal(self._function, changed + modes)
         Supposed(self._program, states).check(self._function)
-        if changed and again is not None:
+        if changed:
             self._confirm(changed, again)
         return bool(changed)
 

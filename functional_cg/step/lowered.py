@@ -330,12 +330,12 @@ class Lowered(metaclass=Documented):
         return replace(call, layout=self.layout, states=states)
 
     def runs(self, call: Call, recipe: Callable[[Call], Recipe]) -> bool:
-        """Whether a call fits, and the function does the same with its keys in this order as in that of the trace."""
-        fits, order = self.fits(call), call.order
-        if fits and order not in self.orders:
+        """Whether the function does the same with the keys of a call that fits as in the order of the trace."""
+        order = call.order
+        if order not in self.orders:
             seen, turned = self.seen(call), replace(call, layout=self.layout.ordered_as(call.layout))
             self.orders[order] = order == seen.order or agree(recipe(seen), recipe(turned))
-        return fits and self.orders[order]
+        return self.orders[order]
 
     def state_differences(self, call: Call) -> list[str]:
         """Return how the states of a call differ from those of this plan, one line each."""

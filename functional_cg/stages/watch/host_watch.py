@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from ...ambient.torch_modes import TORCH_MODES, modes_now, refuse_ambient_modes, unchanged_modes
+from ...ambient.torch_modes import TORCH_MODES, modes_now, unchanged_modes
 from ...errors import BakedValueError
 from ...pytree.sameness import same
 from .kinds import is_key
@@ -117,17 +117,6 @@ class HostWatch:
                 for one in place.way()[1:]:
                     one.value = None
 
-    def check(self, function: str) -> None:
-        """Raise if something has changed.
-
-        Raises:
-          BakedValueError: Naming each value, as traced and as it is now.
-        """
-        if not self.unchanged():
-            refuse_ambient_modes(function)
-            if changed := self.other_modes() + self.differences():
-                raise refusal(function, changed)
-
 
 def refusal(
     function: str, changed: Sequence[tuple[str, object, object]], then: Sequence[str] = ()
@@ -221,40 +210,31 @@ def _comparison(entries: Sequence[Entry], modes: str, names: dict[str, Any]) -> 
     """
     names["same"] = same
     lines = [f"if not ({modes}): return False"]
-    variables: dict[Any, str] = {}
+    known: dict[Any, str] = {}
 
     def named(value: object) -> str:
         text = f"k{len(names)}"
         names[text] = value
         return text
 
-    def part(owner: str, step: Step) -> str:
-        key = step.key if step.way is ATTRIBUTE else named(step.key)
-        return step.way.format(owner=owner, key=key, name=key)
-
-    def object_at(owner: str, step: Step) -> str:
+    def at(owner: str, step: Step) -> str:
         where = owner, step.way, type(step.key), step.key
-        if where not in variables:
-            text = part(owner, step)
-            variables[where] = f"p{len(variables)}"
-            lines.append(f"{variables[where]} = {text}")
-        return variables[where]
+        if where not in known:
+            key = step.key if step.way is ATTRIBUTE else named(step.key)
+            known[where] = f"p{len(known)}"
+            lines.append(f"{known[where]} = {step.way.format(owner=owner, key=key, name=key)}")
+        return known[where]
 
     def variable(place: Place) -> str:
         root, *places = place.way()
-        found = variables.setdefault(root, variables.get(root) or named(root.value))
-        for one in places:
-            assert one.step is not None
-            found = object_at(found, one.step)
-        return found
+        if root not in known:
+            known[root] = named(root.value)
+        return functools.reduce(at, (cast("Step", one.step) for one in places), known[root])
 
     for entry in entries:
         now = variable(entry.owner)
-        if entry.step is not None and entry.how is How.KIND:
-            now = object_at(now, entry.step)
-        elif entry.step is not None:
-            lines.append(f"now = {part(now, entry.step)}")
-            now = "now"
+        if entry.step is not None:
+            now = at(now, entry.step)
         old = variable(entry.old) if entry.how is How.ALIAS else named(entry.old)
         lines.append(f"if {entry.how.differs.format(now=now, old=old)}: return False")
     body = "".join(f"        {line}\n" for line in lines)
