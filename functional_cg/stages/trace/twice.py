@@ -13,7 +13,6 @@ from ...tensors.numbering import Numbers
 from ...tree import path_string
 from ..program import Constant, Instr, Program, Report, Var
 from ..sub_programs import SubProgram, calls_of, unrolled
-from ..watch.values import is_value
 
 __all__ = ["LITERAL", "Difference", "another_program", "another_run", "another_start", "refuse_cold"]
 
@@ -127,18 +126,13 @@ def _shown(report: Report) -> str:
 def another_program(first: Program, second: Program) -> Difference | None:
     """Return in what the program of a step differs from that of a later call; None if a replay serves both.
 
-    A replay gives out the very objects that the first trace found, and computes with its tensors and with what its
-    state held on the host: those of the later call have to be the same.
+    A replay computes with the tensors that the first trace found, and with what the state held that it read on the
+    host: those of the later call have to be the same.
     """
     if found := another_run(unrolled(first), unrolled(second)):
         return found
-    rows: list[tuple[str, object, object]] = [
-        (path_string(path, "metrics"), repr(a), "another object that is equal")
-        for path, a, b in zip(first.output_paths, first.outputs, second.outputs, strict=True)
-        if not (isinstance(a, Var) or a is b or is_value(a))
-    ]
     tensors = zip_longest(first.constants + first.suppositions, second.constants + second.suppositions)
-    rows += [
+    rows: list[tuple[str, object, object]] = [
         (a.name if a else b.name, "one tensor", "another")
         for a, b in tensors
         if a is None or b is None or not (a.value is b.value or a.holds(b.value))
