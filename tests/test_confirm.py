@@ -81,9 +81,12 @@ def a_flag_without_effect() -> Case:
     hold = types.SimpleNamespace(flag=False)
 
     def f(state: Any, x: Tensor) -> Any:
+        rate = 0.25
         if hold.flag is None:
-            return trained(state["w"], x, 0.5)
-        return trained(state["w"], x, 0.25) if hold.flag else trained(state["w"], x, 0.25)
+            rate = 0.5
+        elif hold.flag:
+            rate = 1 / 4
+        return trained(state["w"], x, rate)
 
     def put(flag: Any) -> Callable[[], None]:
         return lambda: setattr(hold, "flag", flag)

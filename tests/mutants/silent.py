@@ -687,11 +687,4 @@ SILENT = (
         (f"{CONFIRM}test_an_order_of_keys_is_looked_at_again",),
         no_gpu=NO_GPU,
     ),
-    Mutant(
-        "N244",
-        "two traces are compared by how often they print, and not by what",
-        (('f"{report} of {report.values}"', "str(report)"),),
-        (f"{CONFIRM}test_what_leaves_a_step_by_another_way_is_another_program[printed]",),
-        no_gpu=NO_GPU,
-    ),
 )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ...errors import BakedValueError
 from ...tensors.numbering import Numbers
 from ...tree import path_string
-from ..program import Constant, Instr, Program, Report, Var
+from ..program import Constant, Instr, Program, Var
 from ..sub_programs import SubProgram, calls_of, unrolled
 
 __all__ = ["LITERAL", "Difference", "another_program", "another_run", "another_start", "refuse_cold"]
@@ -107,8 +107,8 @@ def another_run(first: Program, second: Program) -> Difference | None:
     results = zip(first.output_paths, first.outputs, second.outputs, strict=False)
     rows: list[tuple[str, object, object]]
     rows = [(path_string(path, "metrics"), repr(a), repr(b)) for path, a, b in results if not _same(a, b)]
-    shown = zip_longest(map(_shown, first.reports), map(_shown, second.reports))
-    rows += [("shown", a, b) for a, b in shown if a != b]
+    shown = zip_longest(first.reports, second.reports)
+    rows += [("what is shown", a, b) for a, b in shown if str(a) != str(b)]
     if rows or first.output_def != second.output_def:
         return Difference(
             rows,
@@ -117,10 +117,6 @@ def another_run(first: Program, second: Program) -> Difference | None:
             "return a tensor; or add it to the `metrics` that the step returned, in the loop.",
         )
     return None
-
-
-def _shown(report: Report) -> str:
-    return f"{report} of {report.values}"
 
 
 def another_program(first: Program, second: Program) -> Difference | None:
