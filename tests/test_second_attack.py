@@ -151,7 +151,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_change_is_loud(case: str) -> None:
-    assert isinstance(law(CASES[case]), fcg.BakedValueError)
+    of_before = case.startswith("method ")  # what was bound before stays the old one
+    assert isinstance(law(CASES[case]), list if of_before else fcg.BakedValueError)
 
 
 @pytest.mark.parametrize("forward", [lambda self, x: F.linear(x, self.weight), doubled(nn.Linear.forward)])
