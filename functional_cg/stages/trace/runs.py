@@ -16,6 +16,7 @@ from ... import tree as pytree
 from ...ambient.own_work import watching
 from ...ambient.rehearsal import tracing
 from ...ambient.setting import canonical
+from ...ambient.torch_modes import modes_now
 from ...concurrency.garbage import no_garbage_collection
 from ...errors import FunctionalCGError, LayoutError
 from ...nn.originals import meeting
@@ -31,7 +32,7 @@ from ..watch.frames import Follower
 from ..watch.host_reads import HostReads
 from ..watch.host_watch import HostWatch
 from .exceptions import ended_checkpoints, mapped, raised_at
-from .host import HostGuard, HostState
+from .host import HostGuard, refuse_changes, refuse_moved
 from .recipe import Recipe
 from .recorder import Recorder
 from .results import copy_written_inputs, read_reports, read_result
@@ -179,7 +180,7 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
     Raises:
       FunctionalCGError: One class per mistake, see :mod:`functional_cg.errors`.
     """
-    randomness, host, runs = HostRandomness.read(), HostState(recipe.name), list[Recorder]()
+    randomness, modes, runs = HostRandomness.read(), modes_now(), list[Recorder]()
     grads = GradsOfConstants(recipe.constants)
     collecting = open_groups()
     # Not a context manager: contextlib would discard our error if the user's function raises StopIteration.
@@ -194,10 +195,11 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
             if difference := another_run(recorder.program, again.program):
                 raise difference.error(recipe.name)
             refuse_unfound(recorder.tables, again.tables, watched.identical, reads.memory.remembered)
-            host.refuse_change(watched, reads)
+            refuse_changes(recipe.name, modes, watched, reads)
             _refuse_another_order(recipe, recorder.program)
             if reads.changes.any_of_before():  # does it read what it has changed?
-                host.refuse_advance(watched, _watched(recipe, recorder, checkpoint, runs)[-1])
+                _run(recipe, checkpoint, runs)
+                refuse_moved(recipe.name, watched.differences())
     except FunctionalCGError as error:
         error.within(recipe.name, raised_at(error))
         raise

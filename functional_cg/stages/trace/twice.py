@@ -109,7 +109,9 @@ def another_run(first: Program, second: Program) -> Difference | None:
     rows = [(path_string(path, "metrics"), repr(a), repr(b)) for path, a, b in results if not _same(a, b)]
     shown = zip_longest(first.reports, second.reports)
     rows += [("what is shown", a, b) for a, b in shown if str(a) != str(b)]
-    if rows or first.output_def != second.output_def:
+    if first.output_def != second.output_def:
+        rows.append(("structure of the metrics", "one", "another"))
+    if rows:
         return Difference(
             rows,
             "returns Python values that differ between two traces.",

@@ -17,31 +17,13 @@ import torch
 from ...ambient.torch_modes import TORCH_MODES, modes_now, unchanged_modes
 from ...errors import BakedValueError
 from ...pytree.sameness import same
-from .kinds import is_key
-from .places import ATTRIBUTE, PART, Entry, How, Place, Step
+from .places import ATTRIBUTE, Entry, How, Place, Step
 from .values import Contents, Excerpt, excerpts, is_container, shown
 
 __all__ = ["HostWatch", "refusal"]
 
 _MODES = tuple(mode.name for mode in TORCH_MODES)
 _FIRST = 4  # values that a message shows before what they change in the step
-
-
-def _key(entry: Entry) -> Any:
-    """Return what tells an entry from others of the same run, and is the same in another run."""
-    step = entry.step
-    at: Any = None if step is None else (step.way, type(step.key), step.key)
-    if step is not None and step.way is PART:
-        ask = step.key
-        args = ask.args if type(ask) is functools.partial else ()
-        at = (entry.name, *(one if is_key(one) else id(one) for one in args))
-    return id(entry.owner.value), at, entry.how
-
-
-def _same_old(one: Entry, other: Entry) -> bool:
-    if one.how in (How.SAME, How.CONTENTS):
-        return same(one.old, other.old) if one.how is How.SAME else bool(one.old == other.old)
-    return one.how is How.SHAPE or one.old is other.old
 
 
 class HostWatch:
@@ -94,20 +76,6 @@ class HostWatch:
         rows = zip(TORCH_MODES, self._modes, modes_now(), strict=True)
         return [
             (mode.name, old, new) for mode, old, new in rows if mode.counts in self._counting and old != new
-        ]
-
-    def moved_in(self, later: HostWatch) -> list[tuple[str, object, object]]:
-        """Return (name, old, new) for each value that another run of the same code has found to be another one."""
-        before = {_key(entry): entry for entry in self._entries}
-        pairs = [(before.get(_key(entry)), entry) for entry in later._entries]
-        moved = [
-            (old, entry)
-            for old, entry in pairs
-            if old is not None and entry.how is not How.ALIAS and not _same_old(old, entry)
-        ]
-        return [
-            (new.name, *(excerpts(old.old, new.old) if new.how is How.CONTENTS else (old.old, new.old)))
-            for old, new in moved
         ]
 
     def let_go(self) -> None:
