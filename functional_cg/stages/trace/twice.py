@@ -87,8 +87,8 @@ def another_start(first: Program, second: Program) -> Difference | None:
 
 
 def _another_call(first: Instr | None, then: Instr | None) -> Difference:
-    shown = (f"{instr}, at {instr.site}" if instr else "nothing" for instr in (first, then))
-    return Difference([("first call that differs", *shown)])
+    one, other = (f"{instr}, at {instr.site}" if instr else "nothing" for instr in (first, then))
+    return Difference([("first call that differs", one, other)])
 
 
 def another_run(first: Program, second: Program) -> Difference | None:
