@@ -38,7 +38,7 @@ def law(
         return again
     change()
     second = outcome(lambda: step(X, 1.0))
-    if isinstance(second, fcg.FunctionalCGError):
+    if isinstance(second, fcg.BakedValueError):
         assert "To fix:" in str(second)
         return second
     assert second == [expected[1].tolist()], "the old value, in silence"

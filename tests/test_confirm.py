@@ -248,8 +248,9 @@ def test_what_a_new_branch_does_to_the_host_is_refused_as_at_a_first_call() -> N
     f = fcg.graph_fn(doubled)
     f(X)
     hold.flag = True
-    with pytest.raises(fcg.SideEffectError):
+    with pytest.raises(fcg.BakedValueError, match="the step now changes a value of the host") as caught:
         f(X)
+    assert isinstance(caught.value.__cause__, fcg.SideEffectError)
     hold.flag = False
     assert_trees_all_equal(f(X), X * 2)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..ambient.torch_modes import refuse_ambient_modes
 from ..call.signature import StateArgument
-from ..errors import BakedValueError, CaptureError
+from ..errors import FunctionalCGError
 from ..shards.groups import Groups
 from ..stages.program import Program
 from ..stages.trace.twice import another_program
@@ -66,8 +66,8 @@ class Guards:
         Returns:
           Whether it was traced again.
         Raises:
-          BakedValueError: Naming each value, as traced and as it is now.
-          FunctionalCGError: What a first call raises, if a value has changed such that the step now does that.
+          BakedValueError: Naming each value, as traced and as it is now, and what the step does now. If a first call
+            would be refused for that, its error is the cause.
         """
         changed: list[tuple[str, object, object]] = []
         if not self.unchanged():
@@ -91,7 +91,7 @@ class Guards:
         start = time.perf_counter()
         try:
             program, watch = again()
-        except (CaptureError, BakedValueError) as error:  # the function has failed, or still moves
+        except FunctionalCGError as error:  # what a first call is refused for
             text = str(error).partition("\n")[0].removeprefix(f"`{self._function}`: ")
             raise refusal(self._function, changed, [f"the step now {text}"]) from error
         if difference := another_program(self._program, program):
