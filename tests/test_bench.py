@@ -496,8 +496,9 @@ def test_a_step_of_the_bench_watches_each_value() -> None:
     def watched(step: Any) -> int:
         step(torch.ones(2))
         (lowered,) = next(iter(step._lowered.values()))
-        held = sum(len(getattr(one.old, "parts", (0,))) for one in lowered.watch._entries)
-        return held + sum(len(fixed_tensors(one._module())) for one in lowered.originals)
+        held = sum(len(getattr(one.old, "parts", (0,))) for one in lowered.guards.watch._entries)
+        originals = {one.original for one in lowered.program.applications}
+        return held + sum(len(fixed_tensors(one._module())) for one in originals)
 
     for _, make in watch._KINDS:
         assert watched(make(8)) >= watched(make(0)) + 7

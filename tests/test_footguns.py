@@ -238,7 +238,11 @@ def _() -> None:
 
 @row("``model.eval()`` after the capture", "raises")
 def _() -> None:
-    model = torch.nn.Dropout(0.0)
+    class Noisy(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + x.cos() if self.training else x
+
+    model = Noisy()
     step = fcg.graph_step(lambda s, b: (s, model(s["w"])))
     state, _ = step(a_state(), data(0))
     model.eval()

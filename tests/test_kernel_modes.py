@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import functional_cg as fcg
-from functional_cg.ambient.kernel_modes import KernelModes
+from functional_cg.ambient.torch_modes import KernelModes
 from tests.hazards.law import assert_trees_all_equal
 
 aten = torch.ops.aten

@@ -264,6 +264,7 @@ def test_baked_value_error():
             """
             `train_step`: reads a Python value that the graph has baked in, and that has changed since; the state is unchanged.
               LR  traced 0.5   now 0.25
+              first call that differs  traced t3 = aten.mul.Tensor(t2, 0.5), at test_messages.py:255   now t3 = aten.mul.Tensor(t2, 0.25), at test_messages.py:255
             Replay repeats kernels, not Python: it would go on with the old value.
             To fix: pass `LR` in the batch (a Python number in the inputs is live) or keep it in the state; if it seldom changes, make it an argument of its own and name it in `static_argnames=("LR",)`.
             Docs: help(functional_cg.BakedValueError)

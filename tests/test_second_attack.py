@@ -151,7 +151,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_change_is_loud(case: str) -> None:
-    assert isinstance(law(CASES[case]), fcg.BakedValueError)
+    of_before = case.startswith("method ")  # what was bound before stays the old one
+    assert isinstance(law(CASES[case]), list if of_before else fcg.BakedValueError)
 
 
 @pytest.mark.parametrize("forward", [lambda self, x: F.linear(x, self.weight), doubled(nn.Linear.forward)])
@@ -227,7 +228,7 @@ LONG: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any],
     ),
     "array of another shape": (
         lambda: numpy.ones((2, 3), dtype=numpy.int32),
-        lambda held: float(held.sum()),
+        lambda held: float(held.sum() * len(held)),
         lambda held: held.resize((3, 3), refcheck=False),
         "ndarray of (2, 3), 'int32', 1, 1, 1, 1, 1, 1",
         "ndarray of (3, 3), 'int32', 1, 1, 1, 1, 1, 1, 0, 0, 0",
@@ -262,7 +263,7 @@ LONG: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any],
     ),
     "text": (
         lambda: {"k": "a" * 10**6},
-        lambda held: float(len(held["k"])),
+        lambda held: float(ord(held["k"][0])),
         lambda held: held.update(k="b" * 10**6),
         "'aaa",
         "'bbb",

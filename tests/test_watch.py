@@ -30,10 +30,11 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.ambient.setting import canonical
+from functional_cg.ambient.torch_modes import TORCH_MODES, modes_now, refuse_ambient_modes
 from functional_cg.errors import BakedValueError
 from functional_cg.stages.watch.frames import Follower
 from functional_cg.stages.watch.host_reads import HostReads
-from functional_cg.stages.watch.host_watch import MODES, HostWatch, modes, refuse_ambient_modes
+from functional_cg.stages.watch.host_watch import HostWatch, refusal
 
 LR = 0.1
 ONES = torch.ones(2)
@@ -63,7 +64,13 @@ def watch(fn, *more, raises=(), constants=(), x=None, **named):
     reads.root(fn, "self")
     with canonical(), Follower(reads).following(), contextlib.suppress(*raises):
         fn(torch.ones(2) if x is None else x, *more, **named)
-    return HostWatch(reads.finish(), autocast_dtypes=reads.says_autocast, half_precision=True)
+    return HostWatch(reads.finish(), ["halves"] + ["autocast"] * reads.says_autocast)
+
+
+def refuse(seen, function="step"):
+    refuse_ambient_modes(function)
+    if not seen.unchanged():
+        raise refusal(function, seen.other_modes() + seen.differences())
 
 
 def notices(fn, name, change, *more, **watching):
@@ -72,12 +79,11 @@ def notices(fn, name, change, *more, **watching):
     assert name in seen.names(), seen.names()
     assert seen.unchanged()
     assert seen.differences() == []
-    seen.check("step")
     change()
     assert not seen.unchanged()
     assert [row[0] for row in seen.differences()] == [name]
     with pytest.raises(BakedValueError, match=re.escape(f"{name}  traced ")):
-        seen.check("step")
+        refuse(seen)
     return seen
 
 
@@ -617,7 +623,7 @@ def test_modes_of_a_module():
     net.eval()
     assert 'net.rest["1"].training' in [row[0] for row in seen.differences()]
     with pytest.raises(BakedValueError, match="make one step for training and one for evaluation"):
-        seen.check("step")
+        refuse(seen)
 
 
 def test_private_copy_of_a_library_is_followed_but_its_modes_are_not_watched():
@@ -925,7 +931,7 @@ def test_each_spelling_of_a_read_is_noticed(make, read, change):
     change(held)
     assert not seen.unchanged()
     with pytest.raises(BakedValueError, match=r"  .*traced .* now "):
-        seen.check("step")
+        refuse(seen)
 
 
 def test_environment(monkeypatch):
@@ -1217,7 +1223,7 @@ def test_value_that_cannot_be_compared_counts_as_changed():
     held.value = Odd("a")
     assert not seen.unchanged()
     with pytest.raises(BakedValueError, match=r"held\.value"):
-        seen.check("step")
+        refuse(seen)
 
 
 # -- torch's modes ----------------------------------------------------------------------------------------------------
@@ -1260,8 +1266,8 @@ MODE_CHANGES = [
         True,
         "torch.backends.cudnn.deterministic",
     ),
-    (lambda: modes()[5], set_matmul, "tf32", "torch.backends.cuda.matmul.fp32_precision"),
-    (lambda: modes()[6], set_conv, "ieee", "torch.backends.cudnn.conv.fp32_precision"),
+    (lambda: modes_now()[3], set_matmul, "tf32", "torch.backends.cuda.matmul.fp32_precision"),
+    (lambda: modes_now()[4], set_conv, "ieee", "torch.backends.cudnn.conv.fp32_precision"),
     *[
         (
             getattr(torch.backends.cuda, f"{kernel}_sdp_enabled"),
@@ -1301,9 +1307,9 @@ def test_each_mode_is_compared(read, write, value, name):
     seen = watch(lambda x: x)
     with setting(read, write, value):
         assert not seen.unchanged()
-        assert [row[0] for row in seen.differences()] == [name]
+        assert [row[0] for row in seen.other_modes()] == [name]
         with pytest.raises(BakedValueError, match="set the mode before the first call"):
-            seen.check("step")
+            refuse(seen)
     assert seen.unchanged()
 
 
@@ -1344,7 +1350,7 @@ def test_default_dtype_of_autocast_counts_where_the_step_says_autocast(device):
         assert not using.unchanged()
         assert other.unchanged()
         with pytest.raises(BakedValueError, match=re.escape(f"torch.get_autocast_dtype('{device}')")):
-            using.check("step")
+            refuse(using)
 
 
 def test_ambient_autocast_is_refused():
@@ -1353,7 +1359,7 @@ def test_ambient_autocast_is_refused():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not seen.unchanged()
         with pytest.raises(BakedValueError, match="under autocast") as caught:
-            seen.check("train_step")
+            refuse(seen, "train_step")
         with pytest.raises(BakedValueError, match="under autocast"):
             refuse_ambient_modes("train_step")
         # Made under autocast, the watch still says that off is what was traced.
@@ -1376,26 +1382,10 @@ def test_grad_and_inference_mode_are_the_steps_own():
 
 
 def test_the_private_getters_agree_with_the_public_ones():
-    public = (
-        torch.is_autocast_enabled("cuda"),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cuda"),
-        torch.get_autocast_dtype("cpu"),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cuda.matmul.fp32_precision.replace("none", "ieee"),
-        torch.backends.cudnn.conv.fp32_precision.replace("none", "ieee"),
-        torch.backends.cudnn.benchmark,
-        torch.backends.cudnn.deterministic,
-        torch.get_default_dtype(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
-        torch.get_default_device(),
-        torch.backends.cudnn.enabled,
-    )
-    assert modes()[: len(public)] == public
-    assert len(MODES) == len(modes())
+    for mode, value in zip(TORCH_MODES, modes_now(), strict=True):
+        public = eval(mode.name, {"torch": torch})
+        first = value[0] if isinstance(value, tuple) else value
+        assert first == ("ieee" if public == "none" else public), mode.name
 
 
 # -- messages and costs ----------------------------------------------------------------------------------------------
@@ -1405,7 +1395,7 @@ def test_message(cfg):
     seen = watch(lambda x: x * CFG.lr)
     cfg.lr = 0.2
     with pytest.raises(BakedValueError) as caught:
-        seen.check("train_step")
+        refuse(seen, "train_step")
     assert str(caught.value) == (
         "`train_step`: reads a Python value that the graph has baked in, and that has changed since; "
         "the state is unchanged.\n"

@@ -171,7 +171,7 @@ class HostSyncError(FunctionalCGError, RuntimeError):
 class BakedValueError(FunctionalCGError, RuntimeError):
     """A Python value baked into the graph has changed, or differed between two traces.
 
-    Python runs when the step is traced; a replay would keep using the old value. Causes:
+    A replay would keep using the value of the trace. Where the step does the same with another one, it goes on. Causes:
 
     - A hyperparameter in a global, a closure or an attribute has changed. Pass it as an input (numbers are live), keep
       it in the state, or name it in ``static_argnames`` if it rarely changes::

@@ -6,12 +6,14 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any, Generic, ParamSpec, Self, TypeVar, cast
 
 import torch
 
 from ..ambient.modes import SWITCH, ordinary, without_gradients
 from ..ambient.setting import inside_a_step, refuse_anomaly_mode, refuse_foreign_modes
+from ..ambient.torch_modes import refuse_ambient_modes
 from ..call.signature import Call, Signature
 from ..concurrency.interrupts import held_back, undisturbed
 from ..concurrency.turns import Turn, refuse_what_a_fork_cut_off
@@ -22,6 +24,7 @@ from ..stages.lower.compiled import announce, lower
 from ..stages.passes.grouping import group_collectives
 from ..stages.passes.rewrite import rewrite
 from ..stages.plan import Backend
+from ..stages.program import Program
 from ..stages.run.capture import CUDABackend, backend_for
 from ..stages.run.memory import scratch
 from ..stages.run.poison import Poisoned
@@ -30,7 +33,7 @@ from ..stages.trace.footprint import inspection_of
 from ..stages.trace.recipe import Recipe
 from ..stages.trace.runs import trace
 from ..stages.trial.reference import Reference
-from ..stages.watch.host_watch import refuse_ambient_modes
+from ..stages.watch.host_watch import HostWatch
 from ..state.boundary import mesh_of, reading_of
 from ..state.handle import Handle, place, placeable
 from ..state.lifecycle import staying
@@ -39,12 +42,12 @@ from .certify import Certified, certify
 from .constants import Constants
 from .eager import run_eager
 from .explain import explain, explain_html, warnings_of
+from .guards import Guards
 from .log import log, timed
 from .lowered import MISS, Captured, Lowered
 from .profile.measure import profile_of
 from .profile.result import Profile
 from .ranks import groups_of
-from .suppositions import Supposed
 from .verify import Shadow
 
 __all__ = ["Transform"]
@@ -268,7 +271,6 @@ class Transform(Generic[P, R]):
         call = self._take_apart(args, kwargs)
         refuse_ambient_modes(self._name)
         lowered = self._lowered_for(call)
-        self._refuse_changes(lowered, call)
         if not self._to_verify:
             return self._replay(call, lowered)
         self._to_verify -= 1
@@ -276,9 +278,12 @@ class Transform(Generic[P, R]):
         return lambda: result
 
     def _refuse_changes(self, lowered: Lowered, call: Call) -> None:
-        for guard in self._guards(lowered):
-            guard.check(self._name)
-        Supposed(lowered.program, call.states).check(self._name)
+        def again() -> tuple[Program, HostWatch]:
+            return undisturbed(functools.partial(self._traced, self._recipe(lowered.seen(call))))
+
+        if lowered.guards.check(call.states, again):
+            lowered.orders.clear()  # what was found of them holds for the old values
+            lowered.inspection = replace(lowered.inspection, watched=lowered.guards.watch.names())
 
     def _replay(self, call: Call, lowered: Lowered) -> Callable[[], Any]:
         new = (key := (id(lowered), call.arenas)) not in self._captured
@@ -288,6 +293,7 @@ class Transform(Generic[P, R]):
             done = captured.run(args, kwargs, captured.turns[1])
             if done is MISS:  # another thread has since donated a state, changed a value, or switches modes
                 self._refuse_changes(lowered, self._take_apart(args, kwargs))
+                assert lowered.runs(call, self._recipe), "its keys were in another order before"
                 with SWITCH:
                     done = captured.run(args, kwargs, captured.turns[1])
             assert done is not MISS, "a call that was just taken apart fits its capture"
@@ -316,7 +322,6 @@ class Transform(Generic[P, R]):
 
     def _profiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Profile:
         call, lowered = self._lower_only(args, kwargs)
-        self._refuse_changes(lowered, call)
         return self._noting(profile_of, call, lowered)  # type: ignore[no-any-return]
 
     def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -342,8 +347,10 @@ class Transform(Generic[P, R]):
     def _lowered_for(self, call: Call) -> Lowered:
         group = self._lowered.get(key := call.static_key, [])
         for lowered in group:
-            if lowered.runs(call, self._recipe):
-                return lowered
+            if lowered.fits(call):
+                self._refuse_changes(lowered, call)
+                if lowered.runs(call, self._recipe):
+                    return lowered
         if len(group) >= self._options.max_captures:
             self._forget([one for one in group if not one.counts and one.refuted is None])
         right = [one for one in group if one.refuted is None]
@@ -363,26 +370,29 @@ class Transform(Generic[P, R]):
     def _recipe(self, call: Call) -> Recipe:
         return Recipe.of(call, self._fn, self._constants.named(), donates=self._donates)
 
-    def _lower(self, call: Call, checkpoint: Callable[[], None]) -> Lowered:
+    def _traced(self, recipe: Recipe, checkpoint: Callable[[], None]) -> tuple[Program, HostWatch]:
         refuse_ambient_modes(self._name)
         refuse_anomaly_mode(self._name)
         refuse_what_a_fork_cut_off(self._name)
+        with timed(self._name, "traced"):
+            found = trace(recipe, checkpoint)
+        self.stats.traces += 1
+        return found
+
+    def _lower(self, call: Call, checkpoint: Callable[[], None]) -> Lowered:
         recipe = self._recipe(call)
         announce(call.device, self._options)
-        with timed(self._name, "traced"):
-            program, host_watch = trace(recipe, checkpoint)
-            tables = Constants.remembered(self._name, program.tables)
-            inspection = inspection_of(program, host_watch.names())
-        self.stats.traces += 1
+        program, watch = self._traced(recipe, checkpoint)
+        inspection = inspection_of(program, watch.names())
         reference = Reference(program.twin())  # before any rewrite
         with timed(self._name, f"lowered {len(program.instrs)} ATen calls"):
             specs = [spec for state in recipe.states for spec in state.specs]
             program.instrs = group_collectives(program.instrs, reading_of(specs), call.device)
             rewrite(program, call.places())
-            groups = groups_of(program, mesh_of(specs))
+            guards = Guards(reference.program, watch, self._constants, groups_of(program, mesh_of(specs)))
             plan = lower(program, call.device, self._options, reference)
-        found = (host_watch, inspection, reference, tables, groups)
-        lowered = Lowered(self._name, recipe.states, call.layout, program, plan, *found)
+        found = (recipe.states, call.layout, program, plan, guards, inspection, reference)
+        lowered = Lowered(self._name, *found)
         for text in warnings_of(lowered):
             log.warning("%s: %s", self._name, text)
         return lowered
@@ -391,7 +401,7 @@ class Transform(Generic[P, R]):
         key = (id(lowered), call.arenas)
         captured = self._captured.get(key)
         if captured is None:
-            lowered.groups.refuse_backend(self._name, call.device)
+            lowered.guards.groups.refuse_backend(self._name, call.device)
             lowered.meet()
             with held_back(), timed(self._name, "captured"), staying(s.arena for s in call.states):
                 captured = self._captured[key] = self._capture(call, lowered)
@@ -425,7 +435,6 @@ class Transform(Generic[P, R]):
             replay,
             donates=self._donates,
             turn=self._turn,
-            unchanged=functools.reduce(_both, [guard.unchanged for guard in self._guards(lowered)]),
             stats=self.stats,
             taps=self.taps,
         )
@@ -446,18 +455,9 @@ class Transform(Generic[P, R]):
             self._captured.pop(key).close()
             self._fast = None
 
-    def _guards(self, lowered: Lowered) -> list[Any]:
-        """Return what tells whether the host is as it was when a step was traced."""
-        optional = (*lowered.originals, lowered.tables, self._constants, lowered.groups)
-        return [lowered.watch, *filter(None, optional)]
-
     def _refuse_closed(self) -> None:
         if self._closed:
             raise _closed_error(self._name, self._kind)
-
-
-def _both(one: Callable[[], bool], two: Callable[[], bool]) -> Callable[[], bool]:
-    return lambda: one() and two()
 
 
 def _reap(this: weakref.ref[Any]) -> None:

@@ -26,7 +26,6 @@ from ..manual import Documented
 from ..messages.html import Html, card, element, fold, line, table
 from ..messages.units import first, size_of
 from ..shards.collectives import WAIT
-from ..shards.groups import Groups
 from ..shards.mesh import Mesh
 from ..shards.peers import watched
 from ..shards.transfers import TRANSFERS
@@ -41,7 +40,6 @@ from ..stages.trace.recipe import BoundState, Recipe
 from ..stages.trace.runs import agree
 from ..stages.trial.reference import Reference
 from ..stages.trial.trial import Certificate, Trial
-from ..stages.watch.host_watch import HostWatch
 from ..state.arena import Arena, dtype_name
 from ..state.boundary import mesh_of
 from ..state.handle import Handle, Lease, fill
@@ -49,8 +47,8 @@ from ..state.outline import Entry, branches_html, columns, count, listed, outlin
 from ..transforms.debug import DEBUG_PRINT, show
 from ..transforms.taps import TAP, Taps
 from ..tree import path_string, structure_diff
-from .constants import Constants
 from .costs import CostAnalysis, cost_analysis
+from .guards import Guards
 from .leaf_costs import leaf_costs, staged_pairs
 from .memory import MemoryAnalysis, memory_analysis
 from .ranks import meet
@@ -85,7 +83,6 @@ class Captured(metaclass=Documented):
         *,
         donates: bool,
         turn: Turn,
-        unchanged: Callable[[], bool],
         stats: Stats,
         taps: Taps,
     ) -> None:
@@ -108,7 +105,7 @@ class Captured(metaclass=Documented):
             self.turns = one, self.turns
         self.turns = turn, self.turns
         self._match = layout_matcher(call.layout, call.device, positions)
-        self._unchanged, self._supposed = unchanged, Supposed(lowered.program, call.states) or None
+        self._guards, self._supposed = lowered.guards, Supposed(lowered.program, call.states) or None
         # Static outputs mean that work is queued, if only on a simulated stream.
         on_gpu, self._fresh = staging.arena.on_cuda, replay.fresh
         queued = on_gpu or not replay.fresh
@@ -125,7 +122,7 @@ class Captured(metaclass=Documented):
             (partial(show, *line.args), place) for line, place in reported(lowered.program, DEBUG_PRINT)
         ]
         self._build = output_builder(lowered.program)
-        lowered.groups.hold(self)
+        lowered.guards.groups.hold(self)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], turns: tuple[Any, ...]) -> Any:
         """Take the turns, then replay a call: return its new state and its tensors for ``finish``, or MISS.
@@ -171,7 +168,7 @@ class Captured(metaclass=Documented):
         leaves = self._match(args, kwargs)
         if leaves is None:
             return MISS
-        if not self._unchanged() or not (self._supposed is None or self._supposed.holds(args)):
+        if not self._guards.unchanged() or not (self._supposed is None or self._supposed.holds(args)):
             return MISS
 
         # It does: copy in, launch, copy out. The state has a new generation as soon as it has new values.
@@ -261,11 +258,10 @@ class Lowered(metaclass=Documented):
       name: Name of the user's function.
       states, layout: The states that it binds, and the layout of its inputs.
       program, plan: The traced calls, rewritten; what runs.
-      watch: Host values that are compared at each call.
+      guards: What it has taken from the host, compared at each call.
       inspection: What was checked; prints as text.
       reference: The traced calls before any rewrite.
       certificate, trial, refuted: How a compiled plan compares with them; what compares it; the error if it is wrong.
-      tables, groups: Constants that functions remember; process groups on a GPU.
       orders: Other orders of keys, and whether the function does the same with them.
       counts: Whether a call has run it or it was captured on demand; otherwise ``max_captures`` ignores it.
     """
@@ -275,22 +271,15 @@ class Lowered(metaclass=Documented):
     layout: InputLayout
     program: Program
     plan: Plan
-    watch: HostWatch
+    guards: Guards
     inspection: Inspection
     reference: Reference
-    tables: Constants
-    groups: Groups
     certificate: Certificate | None = None
     trial: Trial | None = None
     refuted: Callable[[], MiscompileError] | None = None
     counts: bool = False
     capture_here: Callable[[], Captured] | None = None
     orders: dict[tuple[Any, ...], bool] = field(default_factory=dict)
-
-    @property
-    def originals(self) -> list[Any]:
-        """The modules of which the trace ran copies."""
-        return list(dict.fromkeys(one.original for one in self.program.applications))
 
     def at(self, capture_here: Callable[[], Captured]) -> Lowered:
         """Return the same plan, ready to be captured for the arguments of one call."""
@@ -341,12 +330,12 @@ class Lowered(metaclass=Documented):
         return replace(call, layout=self.layout, states=states)
 
     def runs(self, call: Call, recipe: Callable[[Call], Recipe]) -> bool:
-        """Whether a call fits, and the function does the same with its keys in this order as in that of the trace."""
-        fits, order = self.fits(call), call.order
-        if fits and order not in self.orders:
+        """Whether the function does the same with the keys of a call that fits as in the order of the trace."""
+        order = call.order
+        if order not in self.orders:
             seen, turned = self.seen(call), replace(call, layout=self.layout.ordered_as(call.layout))
             self.orders[order] = order == seen.order or agree(recipe(seen), recipe(turned))
-        return fits and self.orders[order]
+        return self.orders[order]
 
     def state_differences(self, call: Call) -> list[str]:
         """Return how the states of a call differ from those of this plan, one line each."""

@@ -57,6 +57,7 @@ FILES = {
     "types": "tests/test_types_of_tensors.py",
     "fixed": "tests/test_fixed_tensors.py",
     "canonical": "tests/test_canonical.py",
+    "confirm": "tests/test_confirm.py",
     "constants": "tests/test_constants.py",
     "branches": "tests/properties/test_branches.py",
     "branches_on_ranks": "tests/sharding/test_branches_on_ranks.py",
@@ -1197,5 +1198,11 @@ HAZARDS = (
          "trial::test_a_sum_over_rows_beside_one_over_columns_keeps_its_dimensions"),
     _row(233, 1, "N240", "a compiled step is found wrong at a call, and goes on at the next, which are not compared",
          "refused: MiscompileError, at each later call", "trial::test_a_step_that_was_found_wrong_stays_refused"),
+    _row(234, 1, "N241 N242 N243", "a value on the host changes, is taken as harmless, and changes what the step does",
+         "refused: BakedValueError, naming the first call that differs; what does the same goes on",
+         "confirm::test_a_step_goes_on_exactly_as_long_as_it_does_the_same",
+         "confirm::test_a_step_goes_on_until_its_program_changes",
+         "confirm::test_what_leaves_a_step_by_another_way_is_another_program",
+         "confirm::test_an_order_of_keys_is_looked_at_again"),
 )
 # fmt: on

@@ -758,7 +758,7 @@ MUTANTS = (
     Mutant(
         "N61",
         "a module that was copied is not looked at again",
-        (("(*lowered.originals, lowered.tables, ", "(lowered.tables, "),),
+        (("[*originals, *filter(None, ", "[*filter(None, "),),
         (
             f"{LEFT}test_a_module_changed_after_it_was_copied_is_noticed_at_the_next_call[freeze]",
             f"{LEFT}test_a_module_changed_after_it_was_copied_is_noticed_at_the_next_call[attribute of a layer]",

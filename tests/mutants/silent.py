@@ -13,6 +13,7 @@ MODES = "tests/test_kernel_modes.py::"
 HALF = "tests/test_half_precision.py::"
 SIGNS = "tests/test_signs.py::"
 PRODUCTS = "tests/test_cumulative.py::"
+CONFIRM = "tests/test_confirm.py::"
 TRIAL = "tests/test_trial.py::"
 EXACT = "tests/test_exact_programs.py::"
 NO_GPU = "decided on the host, the same on every device"
@@ -653,6 +654,37 @@ SILENT = (
         "a step that was found wrong goes on where it is not compared",
         (("        _refuse_refuted(self._lowered)\n", ""),),
         (f"{TRIAL}test_a_step_that_was_found_wrong_stays_refused[2]",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N241",
+        "a host value that has changed is taken over, whatever the step does with it",
+        (
+            (
+                "        if difference := another_program(self._program, program):\n",
+                "        if difference := None:\n",
+            ),
+        ),
+        (f"{CONFIRM}test_a_step_goes_on_exactly_as_long_as_it_does_the_same",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N242",
+        "two traces are compared by their calls, and not by what they make the new state",
+        (
+            (
+                "in leaves if not _same(a, b)]:\n        return Difference(moved)",
+                "in ()]:\n        return Difference(moved)",
+            ),
+        ),
+        (f"{CONFIRM}test_what_leaves_a_step_by_another_way_is_another_program[new state]",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N243",
+        "what was found of an order of keys is taken to hold under other host values",
+        (("            lowered.orders.clear()", "            pass"),),
+        (f"{CONFIRM}test_an_order_of_keys_is_looked_at_again",),
         no_gpu=NO_GPU,
     ),
 )

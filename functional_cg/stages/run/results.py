@@ -23,7 +23,8 @@ class Stats:
     """Counters of what a step has done so far.
 
     Attributes:
-      traces: Programs traced (each counts once, although it is traced twice).
+      traces: Programs traced (each counts once, although it is traced twice), also to see whether a value on the
+        host that has changed matters.
       captures: Captures made.
       replays: Calls that replayed a capture.
       eager_calls: Calls that ran the Python function on real values.

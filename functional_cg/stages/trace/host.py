@@ -20,18 +20,19 @@ from torch.distributions import constraints, continuous_bernoulli, distribution,
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
+from ...ambient.torch_modes import TORCH_MODES, modes_now
 from ...errors import CaptureError, FunctionalCGError, SideEffectError
 from ...messages.advice import ADDRESS
 from ...messages.guards import compares_in_guard, guard_of, may_swallow
 from ...messages.source import at_here, frames, is_user_file
 from ..watch.host_reads import HostReads
-from ..watch.host_watch import MODES, HostWatch, modes
+from ..watch.host_watch import HostWatch
 from ..watch.values import shown
 from .known import aside_from_modes
 from .places import at_a_place
 from .rules import Rules
 
-__all__ = ["HostGuard", "HostState", "taken_as_valid"]
+__all__ = ["HostGuard", "refuse_changes", "refuse_moved", "taken_as_valid"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Python frames of the methods themselves, between the caller and the mode.
@@ -192,69 +193,64 @@ def _is_ours(frame: FrameType) -> bool:
     return ours and not is_user_file(frame.f_code.co_filename)
 
 
-class HostState:
-    """Python values and global modes that a trace must not change.
+def refuse_changes(function: str, modes: Sequence[object], watched: HostWatch, reads: HostReads) -> None:
+    """Raise if the traces changed a mode, or the last trace changed a watched value or advanced an iterator.
+
+    A value that only the first trace sets up (a flag, a number computed once) is not a change.
 
     Args:
       function: Name of the user's function.
+      modes: The modes of torch before the first trace.
+      watched: What the last trace read.
+      reads: How it read that.
+    Raises:
+      SideEffectError: Naming each change.
     """
+    pairs = zip(TORCH_MODES, modes, modes_now(), strict=True)
+    rows = watched.differences() + [(mode.name, old, new) for mode, old, new in pairs if old != new]
+    if reads.asked_types:
+        raise CaptureError.of(
+            function,
+            "asks for the type of a tensor.",
+            rows=[str(site) for site in dict.fromkeys(reads.asked_types)],
+            why="The tensors of a trace are of another class: the answer would be baked in, and wrong.",
+            fix="`isinstance(x, torch.Tensor)`; to look at it, `print(type(x))`, by itself.",
+        )
+    if reads.threads:
+        raise SideEffectError.of(
+            function,
+            "starts a thread.",
+            rows=[str(site) for site in dict.fromkeys(reads.threads)],
+            why="It would run when the step is traced, not when it is replayed; and nobody sees what it reads.",
+            fix="call its function in the step itself; or start it in the loop around the step.",
+        )
+    advanced = reads.taken_from()
+    if advanced:
+        raise SideEffectError.of(
+            function,
+            "takes from what goes on from call to call, or adds to it.",
+            rows=[f"{name}, at {site}" for name, site in advanced],
+            why="Python runs when the step is traced, not when it is replayed: every call would get the same.",
+            fix="do it in the loop around the step: what is taken is an input, what is added a metric; random "
+            "numbers come from a key in the state, `fcg.random`.",
+        )
+    refuse_moved(function, rows)
 
-    def __init__(self, function: str) -> None:
-        self._function = function
-        self._modes = modes()
 
-    def refuse_change(self, watched: HostWatch, reads: HostReads) -> None:
-        """Raise if the traces changed a mode, or the last trace changed a watched value or advanced an iterator.
+def refuse_moved(function: str, rows: Sequence[tuple[str, object, object]]) -> None:
+    """Raise if traces have changed values of the host.
 
-        A value that only the first trace sets up (a flag, a number computed once) is not a change.
-
-        Raises:
-          SideEffectError: Naming each change.
-        """
-        rows = [(name, old, new) for name, old, new in watched.differences() if name not in MODES]
-        rows += [row for row in zip(MODES, self._modes, modes(), strict=True) if row[1] != row[2]]
-        if reads.asked_types:
-            raise CaptureError.of(
-                self._function,
-                "asks for the type of a tensor.",
-                rows=[str(site) for site in dict.fromkeys(reads.asked_types)],
-                why="The tensors of a trace are of another class: the answer would be baked in, and wrong.",
-                fix="`isinstance(x, torch.Tensor)`; to look at it, `print(type(x))`, by itself.",
-            )
-        if reads.threads:
-            raise SideEffectError.of(
-                self._function,
-                "starts a thread.",
-                rows=[str(site) for site in dict.fromkeys(reads.threads)],
-                why="It would run when the step is traced, not when it is replayed; and nobody sees what it reads.",
-                fix="call its function in the step itself; or start it in the loop around the step.",
-            )
-        advanced = reads.taken_from()
-        if advanced:
-            raise SideEffectError.of(
-                self._function,
-                "takes from what goes on from call to call, or adds to it.",
-                rows=[f"{name}, at {site}" for name, site in advanced],
-                why="Python runs when the step is traced, not when it is replayed: every call would get the same.",
-                fix="do it in the loop around the step: what is taken is an input, what is added a metric; random "
-                "numbers come from a key in the state, `fcg.random`.",
-            )
-        self._refuse(rows)
-
-    def refuse_advance(self, watched: HostWatch, later: HostWatch) -> None:
-        """Raise if a later trace has read other values than one before, where the function itself changes objects.
-
-        Raises:
-          SideEffectError: Naming each value.
-        """
-        self._refuse(watched.moved_in(later))
-
-    def _refuse(self, rows: Sequence[tuple[str, object, object]]) -> None:
-        if rows:
-            raise SideEffectError.of(
-                self._function,
-                f"changes {'a value' if len(rows) == 1 else f'{len(rows)} values'} of the host while it runs.",
-                rows=[f"{name}  before {shown(old)}   after {shown(new)}" for name, old, new in rows],
-                why="Python runs when the step is traced, not when it is replayed: it would change no more.",
-                fix="count in the state (`state.step`), or do it in the loop around the step.",
-            )
+    Args:
+      function: Name of the user's function.
+      rows: (name, before, after) of each value.
+    Raises:
+      SideEffectError: Naming each value.
+    """
+    if rows:
+        raise SideEffectError.of(
+            function,
+            f"changes {'a value' if len(rows) == 1 else f'{len(rows)} values'} of the host while it runs.",
+            rows=[f"{name}  before {shown(old)}   after {shown(new)}" for name, old, new in rows],
+            why="Python runs when the step is traced, not when it is replayed: it would change no more.",
+            fix="count in the state (`state.step`), or do it in the loop around the step.",
+        )

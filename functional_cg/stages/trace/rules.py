@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.cuda import jiterator
 
-from ...ambient.kernel_modes import KernelModes
 from ...ambient.setting import refuse_anomaly_mode
+from ...ambient.torch_modes import KernelModes
 from ...errors import (
     CaptureError,
     ForeignTensorError,

@@ -16,6 +16,7 @@ from ... import tree as pytree
 from ...ambient.own_work import watching
 from ...ambient.rehearsal import tracing
 from ...ambient.setting import canonical
+from ...ambient.torch_modes import modes_now
 from ...concurrency.garbage import no_garbage_collection
 from ...errors import FunctionalCGError, LayoutError
 from ...nn.originals import meeting
@@ -31,12 +32,12 @@ from ..watch.frames import Follower
 from ..watch.host_reads import HostReads
 from ..watch.host_watch import HostWatch
 from .exceptions import ended_checkpoints, mapped, raised_at
-from .host import HostGuard, HostState
+from .host import HostGuard, refuse_changes, refuse_moved
 from .recipe import Recipe
 from .recorder import Recorder
 from .results import copy_written_inputs, read_reports, read_result
 from .strays import GradsOfConstants, are_kept, disown, refuse_kept, refuse_unfound
-from .twice import refuse_another_run, refuse_another_start, refuse_cold
+from .twice import another_run, another_start, refuse_cold
 
 __all__ = ["trace"]
 
@@ -114,13 +115,14 @@ def _watched(
             reads.handed(value, name)
         try:
             run = _run(recipe, checkpoint, runs, reads)
-        except Exception:
-            refuse_another_start(first.program, runs[-1].program)  # what differs explains it
+        except Exception as error:
+            if difference := another_start(first.program, runs[-1].program):  # it explains the error
+                raise difference.error(recipe.name) from error
             raise
         disown(run.program, run.history.given, run.release(), run.variables.standing)
         entries, autocast = reads.finish(), reads.says_autocast
     halves = any(var.spec.dtype in (torch.float16, torch.bfloat16) for var in run.variables.standing)
-    return run, reads, HostWatch(entries, autocast_dtypes=autocast, half_precision=halves)
+    return run, reads, HostWatch(entries, ["autocast"] * autocast + ["halves"] * halves)
 
 
 def agree(one: Recipe, other: Recipe) -> bool:
@@ -129,12 +131,11 @@ def agree(one: Recipe, other: Recipe) -> bool:
     try:
         with torch.inference_mode(False):
             first, second = (_run(recipe, _nothing, runs).program for recipe in (one, other))
-            refuse_another_run(first, second)
+            return another_run(first, second) is None
     except Exception:  # whatever the function raises for the other one: its own trace says so
         return False
     finally:
         _clear(randomness, collecting, runs)
-    return True
 
 
 def _nothing() -> None:
@@ -179,7 +180,7 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
     Raises:
       FunctionalCGError: One class per mistake, see :mod:`functional_cg.errors`.
     """
-    randomness, host, runs = HostRandomness.read(), HostState(recipe.name), list[Recorder]()
+    randomness, modes, runs = HostRandomness.read(), modes_now(), list[Recorder]()
     grads = GradsOfConstants(recipe.constants)
     collecting = open_groups()
     # Not a context manager: contextlib would discard our error if the user's function raises StopIteration.
@@ -191,12 +192,14 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
             randomness.refuse_draws(recipe.name, lambda: _run(recipe, checkpoint, runs))
             refuse_kept(recipe.name, recorder.program, recorder.variables.standing, recorder.release())
             again, reads, watched = _watched(recipe, recorder, checkpoint, runs)
-            refuse_another_run(recorder.program, again.program)
+            if difference := another_run(recorder.program, again.program):
+                raise difference.error(recipe.name)
             refuse_unfound(recorder.tables, again.tables, watched.identical, reads.memory.remembered)
-            host.refuse_change(watched, reads)
+            refuse_changes(recipe.name, modes, watched, reads)
             _refuse_another_order(recipe, recorder.program)
             if reads.changes.any_of_before():  # does it read what it has changed?
-                host.refuse_advance(watched, _watched(recipe, recorder, checkpoint, runs)[-1])
+                _run(recipe, checkpoint, runs)
+                refuse_moved(recipe.name, watched.differences())
     except FunctionalCGError as error:
         error.within(recipe.name, raised_at(error))
         raise

@@ -6,15 +6,15 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import BakedValueError
 from ...tensors.numbering import Numbers
 from ...tree import path_string
 from ..program import Constant, Instr, Program, Var
-from ..sub_programs import SubProgram, calls_of
+from ..sub_programs import SubProgram, calls_of, unrolled
 
-__all__ = ["LITERAL", "refuse_another_run", "refuse_another_start", "refuse_cold"]
+__all__ = ["LITERAL", "Difference", "another_program", "another_run", "another_start", "refuse_cold"]
 
 LITERAL = "literal"  # what the names of constants begin with that stand for literals
 _STORAGE = attrgetter("storage")
@@ -25,7 +25,7 @@ def _same(a: Any, b: Any) -> bool:
     if kind is not type(b):
         return False
     if kind is Var:
-        return bool(a.index == b.index)
+        return bool(a.index == b.index and a.spec == b.spec)
     if kind is list and {*map(type, a), *map(type, b)} == {Var}:  # what a sub-program is given
         return [var.index for var in a] == [var.index for var in b]
     if isinstance(a, float):
@@ -51,75 +51,93 @@ def _same_call(one: Instr | None, other: Instr | None) -> bool:
     return alike and _same(one.args, other.args) and _same(one.kwargs, other.kwargs)
 
 
-def refuse_another_start(first: Program, second: Program) -> None:
-    """Raise if what the second trace has recorded so far is not what the first one recorded until there.
+class Difference(NamedTuple):
+    """What differs between two traces.
 
-    Raises:
-      BakedValueError: Naming the first call, or the first literal, that differs.
+    Attributes:
+      rows: (name, in the first, in the second) of each part.
+      what, why, fix: What a message says of two traces of one call.
     """
+
+    rows: Sequence[tuple[str, object, object]]
+    what: str = "two traces of it differ: a value on the host moved in between."
+    why: str = "Replay would repeat the first trace for ever."
+    fix: str = "pass what changes (time, counters, random numbers) as an input, or keep it in the state."
+
+    def error(self, function: str) -> BakedValueError:
+        """Return the error for a function whose traces for one call differ."""
+        rows = [f"{name}  first {one}   then {other}" for name, one, other in self.rows]
+        return BakedValueError.of(function, self.what, rows=rows, why=self.why, fix=self.fix)
+
+
+def another_start(first: Program, second: Program) -> Difference | None:
+    """Return the first call, or literal, of what the second trace has recorded so far that is not that of the first."""
     for known, instr in zip_longest(first.instrs[: len(second.instrs)], second.instrs):
         if not _same_call(known, instr):
-            raise _difference(first.function, known, instr)
+            return _another_call(known, instr)
     for one, other in zip(first.constants, second.constants, strict=False):
         if other.name.startswith(LITERAL) and not one.holds(other.value):
-            raise BakedValueError.of(
-                first.function,
+            return Difference(
+                [(f"{other.var.spec}, at {other.site}", "one value", "another")],
                 "a tensor literal differs between two traces.",
-                rows=[f"{other.var.spec}, at {other.site}"],
-                why="Replay would use the value of the trace for ever.",
-                fix="pass it as an input.",
+                "Replay would use the value of the trace for ever.",
+                "pass it as an input.",
             )
+    return None
 
 
-def _difference(function: str, first: Instr | None, then: Instr | None) -> BakedValueError:
-    rows = [
-        f"{when}  {f'{instr}   at {instr.site}' if instr else 'nothing'}"
-        for when, instr in (("first", first), ("then ", then))
-    ]
-    return _moved(function, rows)
+def _another_call(first: Instr | None, then: Instr | None) -> Difference:
+    one, other = (f"{instr}, at {instr.site}" if instr else "nothing" for instr in (first, then))
+    return Difference([("first call that differs", one, other)])
 
 
-def _moved(function: str, rows: Sequence[str]) -> BakedValueError:
-    return BakedValueError.of(
-        function,
-        "two traces of it differ: a value on the host moved in between.",
-        rows=rows,
-        why="Replay would repeat the first trace for ever.",
-        fix="pass what changes (time, counters, random numbers) as an input, or keep it in the state.",
-    )
-
-
-def refuse_another_run(first: Program, second: Program) -> None:
-    """Raise if the second trace differs from the first one in its calls, its literals, or what it returns.
+def another_run(first: Program, second: Program) -> Difference | None:
+    """Return in what two traces differ: their calls, their literals, or what they return.
 
     Equal calls may make equal values that change places: each leaf has to be the same one of them.
-
-    Raises:
-      BakedValueError: Naming what differs.
     """
-    refuse_another_start(first, second)
-    if len(second.instrs) < len(first.instrs):
-        raise _difference(first.function, first.instrs[len(second.instrs)], None)
+    found = another_start(first, second)
+    if found is None and len(second.instrs) < len(first.instrs):
+        found = _another_call(first.instrs[len(second.instrs)], None)
+    if found is not None:
+        return found
     leaves = zip(first.slot_names, first.new_state, second.new_state, strict=False)
-    moved = [f"{name}  first {a}   then {b}" for name, a, b in leaves if not _same(a, b)]
-    if moved:
-        raise _moved(first.function, moved)
-    rows = [
-        f"{path_string(path, 'metrics')}  first {a!r}   then {b!r}"
-        for path, a, b in zip(first.output_paths, first.outputs, second.outputs, strict=False)
-        if not _same(a, b)
-    ]
-    rows += [
-        f"first {a}   then {b}" for a, b in zip_longest(first.reports, second.reports) if str(a) != str(b)
-    ]
-    if rows or first.output_def != second.output_def:
-        raise BakedValueError.of(
-            first.function,
+    if moved := [(name, a, b) for name, a, b in leaves if not _same(a, b)]:
+        return Difference(moved)
+    results = zip(first.output_paths, first.outputs, second.outputs, strict=False)
+    rows: list[tuple[str, object, object]]
+    rows = [(path_string(path, "metrics"), repr(a), repr(b)) for path, a, b in results if not _same(a, b)]
+    shown = zip_longest(first.reports, second.reports)
+    rows += [("what is shown", a, b) for a, b in shown if str(a) != str(b)]
+    if first.output_def != second.output_def:
+        rows.append(("structure of the metrics", "one", "another"))
+    if rows:
+        return Difference(
+            rows,
             "returns Python values that differ between two traces.",
-            rows=rows,
-            why="A Python value among the metrics comes back as it was at the trace.",
-            fix="return a tensor; or add it to the `metrics` that the step returned, in the loop.",
+            "A Python value among the metrics comes back as it was at the trace.",
+            "return a tensor; or add it to the `metrics` that the step returned, in the loop.",
         )
+    return None
+
+
+def another_program(first: Program, second: Program) -> Difference | None:
+    """Return in what the program of a step differs from that of a later call; None if a replay serves both.
+
+    A replay computes with the tensors that the first trace found, and with what the state held that it read on the
+    host: those of the later call have to be the same.
+    """
+    if found := another_run(unrolled(first), unrolled(second)):
+        return found
+    tensors = zip_longest(first.constants + first.suppositions, second.constants + second.suppositions)
+    rows: list[tuple[str, object, object]] = [
+        (a.name if a else b.name, "one tensor", "another")
+        for a, b in tensors
+        if a is None or b is None or not (a.value is b.value or a.holds(b.value))
+    ]
+    if [id(table) for _, table in first.tables] != [id(table) for _, table in second.tables]:
+        rows.append(("a cache", "one tensor", "another"))
+    return Difference(rows) if rows else None
 
 
 def refuse_cold(cold: Program, warm: Program, tables: Mapping[Var, Var]) -> None:
