@@ -167,7 +167,8 @@ def _is_data(value: Any) -> bool:
 def _attributes(value: Any) -> list[tuple[str, Any]]:
     """List an object's attributes, except cached properties, which would be recomputed."""
     cls = type(value)
-    found = {name: getattr(value, name) for name in copyreg._slotnames(cls) if hasattr(value, name)}
+    slots = copyreg._slotnames(cls)  # type: ignore[attr-defined]
+    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     found |= getattr(value, "__dict__", {})
     return [
         (f".{name}", item)

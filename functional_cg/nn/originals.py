@@ -53,8 +53,11 @@ class Original:
         stores = [store for value in values for store in _stores(value, of_torch)]
         stores += [(vars(torch.nn.modules.module)[f"_global{name}"], ()) for name in _HOOKS]
         number = 1 if len(parts) <= _WHOLE else -(-len(parts) // _AT_ONCE)
-        whole = parts[1:], params, stores, list(fixed_tensors(module).values())  # of itself, only the class
-        self._slices = [_Slice(*(some[i::number] for some in whole)) for i in range(number)]
+        below, fixed = parts[1:], list(fixed_tensors(module).values())  # the module would keep itself alive
+        self._slices = [
+            _Slice(below[i::number], params[i::number], stores[i::number], fixed[i::number])
+            for i in range(number)
+        ]
         self._class: type = type(module)
         self._next = 0
 
