@@ -13,10 +13,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from .. import tree
 from .setting import backward_number
 
-__all__ = ["OwnWork", "hand_back", "name_of", "own_work", "watching"]
+__all__ = ["OwnWork", "hand_back", "name_of", "own_work", "watched", "watching"]
 
 _watched: ContextVar[OwnWork | None] = ContextVar("watched", default=None)
 
@@ -30,11 +32,19 @@ class OwnWork:
         the number of the backward in which it began. If there is one, it makes the ops, not the user's own lines.
       replaced: For each call, the trees that it handed back in place of others: the pairs (old leaf, new leaf) of each.
       names: The names of the modules that were applied.
+      applied: For each call of a module's function that has ended: the module that was copied, the name of its class,
+        whether it did what modules do only in training mode, the submodules whose buffers it wrote, with their class,
+        and the new values of those buffers.
+      buffers: The buffers that any of these calls was given.
+      fixed: By id, name and tensor of what the modules' plain objects hold, which never changes.
     """
 
     running: list[tuple[str, int]] = field(default_factory=list)
     replaced: list[list[list[tuple[Any, Any]]]] = field(default_factory=list)
     names: dict[Hashable, str] = field(default_factory=dict)
+    applied: list[tuple[Any, str, bool, tuple[str, ...], list[Tensor]]] = field(default_factory=list)
+    buffers: list[Tensor] = field(default_factory=list)
+    fixed: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
 
     @property
     def module(self) -> str:
@@ -54,6 +64,11 @@ def watching(work: OwnWork) -> Iterator[None]:
         yield
     finally:
         _watched.reset(token)
+
+
+def watched() -> OwnWork | None:
+    """Return what calls of the library report to the running trace; None if there is no trace."""
+    return _watched.get()
 
 
 @contextmanager

@@ -8,15 +8,18 @@ may change; only which buffers exist is compared.
 from __future__ import annotations
 
 import contextlib
+import copyreg
+import dis
 import hashlib
-import itertools
+import io
+import pickle
 import re
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cached_property, partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -25,13 +28,11 @@ from torch import Tensor, nn
 from ..ambient import rehearsal
 from ..errors import ForeignTensorError, ReadOnlyError, SideEffectError
 from ..pytree.nodes import same_static
-from ..state.arena import BufferSpec
-from .buffers import buffer_at
-from .reach import variables
 from .storage import storage_of
 
 __all__ = [
     "COMPILED",
+    "Buffer",
     "Held",
     "Same",
     "changed",
@@ -43,6 +44,7 @@ __all__ = [
     "refuse_changed",
     "refuse_exchanged",
     "refuse_unmade",
+    "variables",
     "walked",
 ]
 
@@ -57,10 +59,10 @@ _SETS = (set, frozenset)
 # Ops belong to the process: they cannot be copied, and torch notes in them where their kernels are.
 OPS = (torch._ops.OpOverloadPacket, torch._ops.OpOverload, torch._library.custom_ops.CustomOpDef)
 _LEAVES = (Tensor, type, ModuleType, BuiltinFunctionType, *OPS)
+_BY_ID = (*_LEAVES, nn.Module, FunctionType)
 _OWN = "functional_cg"  # what watches the forward counts
 COMPILED = "_compiled_call_impl"  # of `module.compile()`; a copy runs its forward without
 _HOOKS = re.compile(r"(^|\.)_forward(_pre)?_hooks(_with_kwargs|_always_called)?(?P<inside>\[.*)?$")
-_INSIDE = r"<\d+>.*"  # below what an object keeps in C, which has no names
 
 
 class Same:
@@ -77,39 +79,40 @@ class Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-def held(module: nn.Module, unset: Iterable[str] = ()) -> Held:
-    """Record the current contents of a module, its submodules and their classes.
+class Buffer(Same):
+    """Wraps a buffer: its values may change, but not whether it is None."""
 
-    Args:
-      module: The module.
-      unset: Paths of buffers that are None, or were: what stands there counts as an attribute.
-    """
-    with rehearsal.copying():
-        found: Held = {path: _content(buffer_at(module, path)) for path in unset}
-        for path, value in walked(module):
-            content = _content(value)
-            # What an object hands out of its inside may be another object each time.
-            found[path] = type(value) if "<" in path and isinstance(content, Same) else content
-    return found
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Buffer) and (self.value is None) == (other.value is None)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def held(module: nn.Module) -> Held:
+    """Record the current contents of a module, its submodules and their classes."""
+    with copying():
+        buffers = {
+            f"{path}.{name}".lstrip("."): Buffer(value)
+            for path, part in module.named_modules()
+            for name, value in part._buffers.items()  # `named_buffers` leaves out those that are None
+        }
+        return buffers | {path: _content(value) for path, value in walked(module)}
 
 
 def walked(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield a module's contents with their paths, each object once."""
-    seen: dict[
-        int, tuple[Any, bool]
-    ] = {}  # values, kept so that no id is taken again; whether they are plain
+    """Yield a module's contents with their paths, each object once; plain values wherever they stand."""
+    seen: dict[int, Any] = {}  # keeps the values alive, so that no id is taken again
     left: list[tuple[str, Any]] = [("", module)]
     while left:
         path, value = left.pop()
-        known = id(value) in seen
-        if not known:
-            seen[id(value)] = (
-                value,
-                isinstance(value, _PLAIN),
-            )  # which may run the user's code, to tell its class
+        if id(value) not in seen:
+            seen[id(value)] = value
             left.extend((path + name, below) for name, below in _below(value))
-        if not known or not path or seen[id(value)][1]:
-            yield path.removeprefix("."), value
+        elif not isinstance(value, _PLAIN):
+            continue
+        yield path.removeprefix("."), value
 
 
 def _below(value: Any) -> list[tuple[str, Any]]:
@@ -132,7 +135,7 @@ def _below(value: Any) -> list[tuple[str, Any]]:
         if str(value.__module__).partition(".")[0] == "torch":
             return []
         return [*_attributes(value), *((f".{name}", one) for name, one in variables(value) if _is_data(one))]
-    return [*_attributes(value), *_reduced(value)]
+    return _attributes(value)
 
 
 def _of_module(module: nn.Module) -> list[tuple[str, Any]]:
@@ -164,12 +167,7 @@ def _is_data(value: Any) -> bool:
 def _attributes(value: Any) -> list[tuple[str, Any]]:
     """List an object's attributes, except cached properties, which would be recomputed."""
     cls = type(value)
-    slots = [
-        name
-        for owner in cls.__mro__
-        for name in _names(owner.__dict__.get("__slots__", ()))
-        if name not in ("__dict__", "__weakref__")
-    ]
+    slots = copyreg._slotnames(cls)  # type: ignore[attr-defined]
     found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     found |= getattr(value, "__dict__", {})
     return [
@@ -177,27 +175,6 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
         for name, item in found.items()
         if not isinstance(getattr(cls, str(name), None), cached_property)
     ]
-
-
-def _names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def _reduced(value: Any) -> list[tuple[str, Any]]:
-    """List state that an object keeps in C, such as an iterator's position, as ``copy`` would take it."""
-    cls = type(value)
-    own = any(vars(owner).keys() & {"__reduce__", "__reduce_ex__"} for owner in cls.__mro__[:-1])
-    if _array(value) or not own:
-        return []
-    try:
-        with copying():
-            parts = value.__reduce_ex__(4)
-    except Exception:  # an object that cannot be copied: the module's own copy shares it
-        return []
-    if not isinstance(parts, tuple):
-        return []
-    items = [list(itertools.islice(part, 10_000)) if part is not None else None for part in parts[3:5]]
-    return [(f"<{i}>", part) for i, part in enumerate([*parts[1:3], *items])]
 
 
 @contextlib.contextmanager
@@ -231,7 +208,26 @@ def _content(value: Any) -> Any:
             shape,
             hashlib.blake2b(value.tobytes() if hasattr(value, "tobytes") else value).digest(),
         )
-    return Same(value)
+    return _pickled(value) or Same(value)
+
+
+def _pickled(value: Any) -> Any:
+    """Return the state that an object keeps in C, such as an iterator's position; None if it says nothing of it."""
+    cls, written = type(value), io.BytesIO()
+    if isinstance(value, (*_BY_ID, MethodType, partial)):
+        return None
+    if not any(vars(owner).keys() & {"__reduce__", "__reduce_ex__"} for owner in cls.__mro__[:-1]):
+        return None
+    try:
+        _Pickler(written).dump(value)
+    except Exception:  # an object that cannot be copied: the module's own copy shares it
+        return None
+    return cls, written.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> int | None:
+        return id(value) if isinstance(value, _BY_ID) else None
 
 
 def _inline(item: Any) -> Any:
@@ -243,12 +239,11 @@ def _inline(item: Any) -> Any:
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """List the paths whose contents differ, without those below another such path."""
     paths = [path for path in {**before, **after} if not _equal(before, after, path)]
-    shown = list(dict.fromkeys(re.sub(_INSIDE, "", path) for path in paths))
-    return [path for path in shown if not any(path != one and _is_below(path, one) for one in shown)]
+    return [path for path in paths if not any(path != one and _is_below(path, one) for one in paths)]
 
 
 def newly_known(before: Held, after: Held) -> dict[str, Any] | None:
-    """Return what stands by path where None or nothing stood, tensors by their kind; None if anything else differs.
+    """Return what stands by path where None or nothing stood, ``Tensor`` for any; None if anything else differs.
 
     Hooks on the forward may be added: they count by what they do.
     """
@@ -257,13 +252,12 @@ def newly_known(before: Held, after: Held) -> dict[str, Any] | None:
         old, new = before.get(path), after.get(path)
         if _equal(before, after, path) or _adds_hooks(path, old, new):
             continue
-        if isinstance(new, Same) and isinstance(new.value, Tensor):
-            new = (Tensor, BufferSpec.of(new.value))
-        elif not isinstance(new, _PLAIN):
+        if isinstance(old, Buffer):
+            old = old.value
+        is_tensor = isinstance(new, Same) and isinstance(new.value, Tensor)
+        if old is not None or new is None or not (is_tensor or isinstance(new, _PLAIN)):
             return None
-        if old is not None or new is None:
-            return None
-        found[path] = new
+        found[path] = Tensor if is_tensor else new
     return found or None
 
 
@@ -283,20 +277,25 @@ def _equal(before: Mapping[str, Any], after: Mapping[str, Any], path: str) -> bo
     if path not in before or path not in after:
         return False
     old, new = before[path], after[path]
+    if isinstance(old, Same):
+        return bool(old == new)
     try:
         return same_static(old, new)
     except TypeError:
         return old is new
 
 
-def refuse_changed(name: str, before: Held, after: Held, allowed: Callable[[Held, Held], bool]) -> None:
-    """Raise if a module's contents differ, unless the difference is allowed.
+def refuse_changed(name: str, before: Held, after: Held) -> None:
+    """Raise for the differences between a module's contents before its forward and after it.
 
     Raises:
-      SideEffectError: Names each attribute, element or key.
+      SideEffectError: Names each buffer that came or went; else each attribute, element or key.
     """
     paths = changed(before, after)
-    if paths and not allowed(before, after):
+    buffers = [path for path in paths if isinstance(before.get(path, after.get(path)), Buffer)]
+    if buffers:
+        raise _buffers_changed(name, {path: (before.get(path), after.get(path)) for path in buffers})
+    if paths:
         raise SideEffectError.of(
             name,
             f"its forward changes {len(paths)} attribute{'s' * (len(paths) > 1)} of the module.",
@@ -306,6 +305,27 @@ def refuse_changed(name: str, before: Held, after: Held, allowed: Callable[[Held
             "`self.register_buffer(...)`: then it is returned in `new_buffers`. If only the first forward changes it, "
             "run that before `from_module`, `model(x)`.",
         )
+
+
+def _buffers_changed(name: str, found: Mapping[str, tuple[Any, Any]]) -> SideEffectError:
+    path, (before, _) = next(iter(found.items()))
+    attribute = path.rpartition(".")[2]
+    fix = f"register it with its first value, `self.register_buffer({attribute!r}, value)`, in `__init__`."
+    if isinstance(before, Buffer) and before.value is not None:
+        fix = f"keep it a tensor, `self.{attribute} = torch.zeros_like(self.{attribute})`."
+    return SideEffectError.of(
+        name,
+        "its forward changes which buffers the module has.",
+        rows=[f"`{path}`  before {_shown(old)}   after {_shown(new)}" for path, (old, new) in found.items()],
+        why="`new_buffers` has the names of `buffers`: another one would be gone after the call.",
+        fix=fix,
+    )
+
+
+def _shown(buffer: Any) -> str:
+    if not isinstance(buffer, Buffer):
+        return "not registered"
+    return "None" if buffer.value is None else "a tensor"
 
 
 def refuse_unmade(name: str, module: nn.Module, made: Iterable[str]) -> None:
@@ -361,3 +381,16 @@ def refuse_exchanged(name: str, root: str, before: Mapping[str, Memory], held: M
 def memory_of(tensor: Tensor) -> Memory:
     """Return where a tensor's elements are, to be compared while something holds that memory."""
     return storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
+def variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the variables around a function that it reads, by name: of its closure, and of its module."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # not yet assigned
+            yield name, cell.cell_contents
+    codes, known = [function.__code__], function.__globals__
+    for code in codes:  # and the functions inside of it
+        codes += [one for one in code.co_consts if isinstance(one, CodeType)]
+    steps = (step for code in codes for step in dis.get_instructions(code))
+    names = {step.argval for step in steps if step.opname == "LOAD_GLOBAL"}
+    yield from ((name, known[name]) for name in sorted(names & known.keys()))

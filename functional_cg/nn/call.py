@@ -6,7 +6,6 @@ key and records writes. The other, above autograd, keeps attention and RNNs on k
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -29,92 +28,12 @@ from ..pipelines.tape import cut
 from ..random.kernels import OpenKernels
 from ..random.keyed import Draws, stream_of, under_checkpoint
 from ..tensors.aten import can_draw, tensors_in, written_arguments
-from .attributes import (
-    COMPILED,
-    Held,
-    Same,
-    held,
-    refuse_changed,
-    refuse_unmade,
-)
-from .buffers import buffers_set, refuse_changed_buffers, resized_buffers, seal, set_buffers, unset_buffers
+from .attributes import COMPILED
 from .on_device import on_device
 from .refusals import registered_fix
 from .storage import storage_of
 
-__all__ = ["function_of", "run", "title"]
-
-
-def run(
-    module: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    key: Tensor | None,
-    params: Mapping[str, Tensor],
-    fixed: Mapping[str, Tensor],
-    made: Set[str],
-    only_remembers: Callable[[Held, Held], bool],
-    method: str = "",
-    model: str = "",
-    cuts: Set[str] = frozenset(),
-) -> tuple[Any, Set[int | None], Place]:
-    """Call our private copy of a module, which holds ``params`` and buffers that it may write.
-
-    Args:
-      module: The copy.
-      args: Arguments of the forward.
-      kwargs: Likewise.
-      key: What random ops draw from, or None.
-      params: Its parameters by name.
-      fixed: Tensors of its plain objects, by path.
-      made: Attributes that its hooks set at each call.
-      only_remembers: Whether from one of the given contents to the other the forward only remembers what it knows.
-      method: What to call in place of the forward: name of a method, or of one of a submodule, ``"decoder.sample"``.
-      model: Name of the module in the running trace.
-      cuts: Names of the submodules with which a stage of a pipeline begins.
-    Returns:
-      (out, written, place): the result of the forward, the storages it wrote, and what it did where.
-    Raises:
-      ImplicitRandomnessError: If an op draws and ``key`` is None, or if a key cannot replace it.
-      ReadOnlyError: If a parameter is written, or a tensor that is neither a parameter nor a buffer.
-      SideEffectError: If an attribute of the module is written, or a buffer appears or disappears.
-      CaptureError: If it calls ``torch.utils.checkpoint`` with ``use_reentrant=True``, or of what draws random numbers
-        in no submodule of its own.
-    """
-    name, place = title(module, method), Place(module, model, cuts)
-    unset, buffers = unset_buffers(module), buffers_set(module)
-    before, registered = held(module, unset), dict(module.named_buffers())
-    names, empty = _by_storage(params), {path: one for path, one in registered.items() if not one.numel()}
-    effects = Effects(name, key, place, names, _by_storage(fixed), _by_storage(empty))
-    with OpenKernels(effects.truncated, effects.attend), effects:
-        out = compiling(function_of(module, method), *args, **kwargs)
-    refuse_unmade(name, module, made)
-    after = held(module, unset)
-    for path in made:
-        for contents in (before, after):
-            contents.pop(path, None)
-    resized = resized_buffers(module, registered)
-    if resized:
-        without, with_tables = (
-            before | dict.fromkeys(resized),
-            after | {path: Same(table) for path, table in resized.items()},
-        )
-        if only_remembers(without, with_tables):
-            set_buffers(module, {path: registered[path] for path in resized})  # each call computes them anew
-            before, after = without, with_tables
-    if unset == unset_buffers(module) or not only_remembers(before, after):
-        refuse_changed_buffers(name, buffers, buffers_set(module))
-    refuse_changed(name, before, after, only_remembers)
-    place.end(partial(Effects, name, key, params=names))
-    seal(module, name)
-    return out, effects.written, place
-
-
-def _by_storage(tensors: Mapping[str, Tensor]) -> dict[int | None, str]:
-    """Return the names of tensors by storage, without those whose storage cannot be identified."""
-    names = {storage_of(tensor): name for name, tensor in tensors.items()}
-    names.pop(None, None)
-    return names
+__all__ = ["Effects", "Place", "function_of", "title"]
 
 
 def function_of(module: nn.Module, method: str) -> Any:
@@ -139,13 +58,9 @@ class Place:
       module: Our private copy: a call of a submodule goes through here.
       model: Its name in the running trace.
       cuts: Names of the submodules with which a stage of a pipeline begins.
-
-    Attributes:
-      drew_by_mode: Whether it drew random numbers where it reads ``training``, as dropout does.
     """
 
-    def __init__(self, module: nn.Module, model: str = "", cuts: Set[str] = frozenset()) -> None:
-        self.drew_by_mode = False
+    def __init__(self, module: nn.Module, model: str, cuts: Set[str]) -> None:
         self._name, self._model, self._cuts = type(module).__name__, model, cuts
         self._trail: list[tuple[str, str]] = []
         self._draws: Counter[str] = Counter()
@@ -186,9 +101,14 @@ class Place:
             with _Numbers(self.numbered) if of_policy else nullcontext():
                 return compiling(run)
 
-    def end(self, effects: Callable[..., Effects]) -> None:
-        """The forward has ended: what runs from now on is run again, under ``effects(place=...)``."""
+    def end(self, module: nn.Module, name: str, effects: Callable[..., Effects]) -> None:
+        """The forward has ended: what runs from now on is run again, under ``effects(place=...)``.
+
+        Nothing may assign the buffers of the module, our own copy, any more: that would be lost.
+        """
         self._effects = effects
+        for path, part in module.named_modules():
+            vars(part)["_buffers"] = _Sealed(part._buffers, name, path)
 
     @property
     def path(self) -> str:
@@ -201,7 +121,6 @@ class Place:
             raise self._cannot_repeat(
                 "it runs several times in one forward, and draws random numbers: they would be other ones"
             )
-        self.drew_by_mode = self.drew_by_mode or _reads_training()
         return stream_of(self.path, self._numbered.pop() if self._numbered else self._next_number())
 
     def _next_number(self) -> int:
@@ -240,21 +159,23 @@ class Place:
         return f"`{path}` ({name})" if path else f"`{name}` itself"
 
 
-# What calls the code of one submodule: its forward, or a method of the model.
-_ENDS = frozenset({Place._run.__code__, run.__code__})
+class _Sealed(dict[str, Any]):
+    """The buffers of a module after its forward: a checkpoint that runs it again may write them, in place."""
 
+    def __init__(self, buffers: Mapping[str, Any], name: str, path: str) -> None:
+        super().__init__(buffers)
+        self._name, self._path = name, path
 
-def _reads_training() -> bool:
-    """Whether the running code of the innermost submodule reads ``training``, so that the mode decides what it does.
-
-    A module that samples in any mode, such as a policy, does not.
-    """
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code not in _ENDS:
-        if "training" in frame.f_code.co_names:
-            return True
-        frame = frame.f_back
-    return False
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in self and self[key] is value:  # as of `self.count += 1`
+            return
+        raise CaptureError.of(
+            self._name,
+            "assigns a buffer while the backward runs the forward again, under `torch.utils.checkpoint`.",
+            rows=[f"{self._path}.{key}{at_here()}" if self._path else f"{key}{at_here()}"],
+            why="PyTorch would keep what is assigned last, but the forward has returned its buffers already.",
+            fix=f"write it in place, which reaches what was returned: `self.{key}.copy_(...)`.",
+        )
 
 
 class _Numbers(TorchDispatchMode):
@@ -273,6 +194,12 @@ class _Numbers(TorchDispatchMode):
             return func(*args, **kwargs)
 
 
+# Draws of dropout. A module that samples in any mode, such as a policy, makes others.
+_DROPS = frozenset({
+    torch.ops.aten.native_dropout.default, torch.ops.aten.bernoulli_.float, "scaled_dot_product_attention",
+})  # fmt: skip
+
+
 class Effects(Draws):
     """Draws each random op from the key, records writes, and raises for whatever cannot be made pure.
 
@@ -280,12 +207,13 @@ class Effects(Draws):
       name: Name of the module, for messages.
       key: i64[2], or None to raise for any op that draws.
       place: Where the forward is.
-      params: Names of the parameters by storage; writing one raises.
-      fixed: Paths of tensors of the module's plain objects, by storage; writing one raises.
-      empty: Paths of the buffers without elements, by storage; giving one a shape raises.
+      params: Parameters by name; writing one raises.
+      fixed: Tensors of the module's plain objects by path; writing one raises.
+      empty: Buffers without elements by path; giving one a shape raises.
 
     Attributes:
       written: Storages that were written; None stands for all that cannot be identified.
+      drops: Whether it dropped elements at random, as modules do in training mode.
     """
 
     def __init__(
@@ -293,26 +221,36 @@ class Effects(Draws):
         name: str,
         key: Tensor | None,
         place: Place,
-        params: Mapping[int | None, str],
-        fixed: Mapping[int | None, str] = MappingProxyType({}),
-        empty: Mapping[int | None, str] = MappingProxyType({}),
+        params: Mapping[str, Tensor],
+        fixed: Mapping[str, Tensor] = MappingProxyType({}),
+        empty: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         super().__init__(name, key)
-        self._place, self._params = place, params
-        self._fixed, self._empty = fixed, empty
+        self._place = place
+        self._params, self._fixed, self._empty = map(_by_storage, (params, fixed, empty))
         self.written: set[int | None] = {None}
+        self.drops = False
+
+    def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call the forward, or what stands for it, in this mode."""
+        with OpenKernels(self.truncated, self.attend), self:
+            return compiling(function, *args, **kwargs)
 
     def watch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        under_checkpoint(self._name, run.__code__)  # raises in a reentrant one
+        under_checkpoint(self._name, Effects.run.__code__)  # raises in a reentrant one
         for tensor in written_arguments(func, args, kwargs):
             self._refuse_parameter(func, tensor)
             self._refuse_fixed(func, tensor)
             self._refuse_shaping(func, tensor, args)
             self.written.add(storage_of(tensor))
 
+    def _by_key(self, func: Any, rule: Callable[[Tensor, int], Any] | None) -> Any:
+        self.drops = self.drops or func in _DROPS
+        return super()._by_key(func, rule)
+
     def next_stream(self) -> int:
         # The hooks of a `remat` around `apply` run here too while it recomputes; those are not the module's.
-        submodules = under_checkpoint(self._name, run.__code__)
+        submodules = under_checkpoint(self._name, Effects.run.__code__)
         if submodules is not None:
             self._place.refuse_draws_between(submodules)
         return self._place.next_stream()
@@ -321,7 +259,7 @@ class Effects(Draws):
         if self._key is not None:
             return super().refusal(func, reason)
         fix = "pass one, `apply(params, buffers, x, key=fcg.random.fold_in(state.key, state.step))`"
-        more = "; to evaluate, `train=False`." if _reads_training() else "."
+        more = "; to evaluate, `train=False`." if func in _DROPS else "."
         return self.refused(func, "and `apply` has no key", reason, f"{fix}{more}")
 
     def place(self) -> str:
@@ -363,3 +301,10 @@ class Effects(Draws):
                 fix="write the parameter in the step, on the new state; or freeze it, `requires_grad_(False)`, "
                 "before `from_module`, which makes it a buffer.",
             )
+
+
+def _by_storage(tensors: Mapping[str, Tensor]) -> dict[int | None, str]:
+    """Return the names of tensors by storage, without those whose storage cannot be identified."""
+    names = {storage_of(tensor): name for name, tensor in tensors.items()}
+    names.pop(None, None)
+    return names

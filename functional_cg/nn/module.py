@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import tree as pytree
-from ..ambient.own_work import name_of, own_work
+from ..ambient.own_work import name_of, own_work, watched
 from ..ambient.setting import in_a_backward
 from ..errors import LayoutError
 from ..manual import Documented
@@ -21,9 +21,20 @@ from ..random.arguments import validate_key
 from ..state.aliases import refuse_aliases
 from ..state.arena import BufferSpec
 from ..tensors.aten import is_batched, unwrapped
-from .attributes import OPS, Held, copying, memory_of, refuse_exchanged, walked
-from .call import function_of, run, title
-from .originals import Applied, Original, fixed_tensors, note, note_tensors
+from .attributes import (
+    OPS,
+    Held,
+    changed,
+    copying,
+    held,
+    memory_of,
+    refuse_changed,
+    refuse_exchanged,
+    refuse_unmade,
+    walked,
+)
+from .call import Effects, Place, function_of, title
+from .originals import Original, fixed_tensors
 from .refusals import made_by_hooks, refuse_impure
 from .remembered import only_remembers
 from .storage import storage_of
@@ -43,7 +54,8 @@ def from_module(
     features, a multiple of 8 keys); elsewhere it holds all weights. RNNs run one time step at a time, without cuDNN
     and oneDNN. Writes to buffers, such as BatchNorm's running statistics, are returned instead of applied. The module
     itself is copied: later changes to it have no effect. A change of its mode, or of the values of its tensors, is
-    ignored; after any other, the next call raises, even a replay.
+    ignored; after any other, the next call raises, even a replay. A replay compares four submodules of a module with
+    more than 16, in turn, so it notices a change within a quarter as many calls as there are submodules.
 
     Parameters that do not require gradients become buffers: they are not trained. The mode is an argument of the call,
     ``train=True`` by default, whatever the mode of ``module``; but if ``module`` is in training mode and a submodule in
@@ -198,7 +210,9 @@ class Apply(metaclass=Documented):
         """
         self._original.check()
         params, buffers = self._by_name(params, buffers)
-        note_tensors(buffers.values(), self._fixed)
+        if (work := watched()) is not None:
+            work.buffers += map(unwrapped, buffers.values())
+            work.fixed |= {id(tensor): (name, tensor) for name, tensor in self._fixed.items()}
         self._refuse_key(key)
         name = name_of(self._original, type(self._template).__name__)
         part = self._method.rpartition(".")[0]
@@ -218,43 +232,47 @@ class Apply(metaclass=Documented):
     ) -> tuple[Any, dict[str, Tensor]]:
         # Copy all of them; a captured step keeps only the copies that are written. Copying at the first write instead,
         # behind autograd's back, would be invisible to gradients, since autograd saves the tensors the forward uses.
-        held = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+        copies = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         # Aliases, so that `.data = ...` in the forward does not reach the caller's tensor objects.
         trained = {name: _alias(param) for name, param in params.items()}
         # To be compared after the forward; detached buffers keep their memory, so that no other can look like it.
-        given = {name: buffer.detach() for name, buffer in held.items()}
+        given = {name: buffer.detach() for name, buffer in copies.items()}
         memory = {name: memory_of(one) for name, one in trained.items()}
-        module = self._copy({**trained, **held}, train=train)
+        module = self._copy({**trained, **copies}, train=train)
 
-        def remembers(before: Held, after: Held) -> bool:
-            copied = partial(self._copy, train=train)
-            tensors = {**params, **buffers, **self._fixed}
-            return only_remembers(copied, self._method, tensors, args, kwargs, before, after)
+        def contents() -> Held:
+            return {path: one for path, one in held(module).items() if path not in self._made}
 
-        out, written, place = run(
-            module, args, kwargs, key, params, self._fixed, self._made, remembers, self._method, name,
-            self._cuts,
-        )  # fmt: skip
+        called, place = title(module, self._method), Place(module, name, self._cuts)
+        empty = {path: one for path, one in copies.items() if not one.numel()}
+        effects, before = Effects(called, key, place, params, self._fixed, empty), contents()
+        out = effects.run(function_of(module, self._method), args, kwargs)
+        refuse_unmade(called, module, self._made)
+        copied, tensors = partial(self._copy, train=train), {**params, **buffers, **self._fixed}
+        if changed(before, after := contents()) and not only_remembers(
+            copied, self._method, tensors, args, kwargs, before, after
+        ):
+            refuse_changed(called, before, after)
+        place.end(module, called, partial(Effects, called, key, params=params))
         refuse_exchanged(type(module).__name__, "params", memory, trained)
         memory = {name: memory_of(one) for name, one in given.items()}
-        refuse_exchanged(type(module).__name__, "buffers", memory, held)
+        refuse_exchanged(type(module).__name__, "buffers", memory, copies)
         new = {name: _lookup(module, name) for name in buffers}
-        kept = {name for name in buffers if new[name] is held[name] and storage_of(new[name]) not in written}
+        kept = {
+            name
+            for name in buffers
+            if new[name] is copies[name] and storage_of(new[name]) not in effects.written
+        }
         values = {name: buffers[name] if name in kept else new[name].detach() for name in buffers}
-        changed = {name: values[name] for name in buffers if name not in kept}
-        if not in_a_backward():  # there `remat` recomputes only for the gradients
-            self._note(module, changed, drew_by_mode=place.drew_by_mode)
+        work = watched()
+        if work is not None and not in_a_backward():  # there `remat` recomputes only for the gradients
+            written = [name for name in buffers if name not in kept]
+            parts = dict.fromkeys(name.rpartition(".")[0] for name in written)
+            texts = tuple(f"`{path}` ({type(module.get_submodule(path)).__name__})" for path in parts)
+            by_mode = module.training and (effects.drops or bool(written))
+            new_values = [unwrapped(values[name]) for name in written]
+            work.applied.append((self._original, type(module).__name__, by_mode, texts, new_values))
         return out, values
-
-    def _note(self, module: nn.Module, written: Mapping[str, Tensor], *, drew_by_mode: bool) -> None:
-        parts = dict.fromkeys(name.rpartition(".")[0] for name in written)
-        texts = tuple(f"`{path}` ({type(module.get_submodule(path)).__name__})" for path in parts)
-        by_mode = module.training and (drew_by_mode or bool(written))
-        note(
-            Applied(
-                self._original, type(module).__name__, by_mode, texts, tuple(map(unwrapped, written.values()))
-            )
-        )
 
     def state_dict(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Any]:
         """Build a dict for ``model.load_state_dict``, with all names of the module's own ``state_dict``.

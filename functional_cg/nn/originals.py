@@ -1,9 +1,10 @@
 """Detects changes to modules after ``from_module`` copied them, which would have no effect.
 
 A captured step never visits its modules again, so each call of it asks here. While a module is alive, its attributes
-and items are compared by identity, in C; only if something differs are the contents examined. Modes, dtypes and other
-tensors do not count as changes: the mode is an argument of the call, and tensor values were copied; but those of
-tensors that plain objects hold do, since nobody would pass other values.
+and items are compared by identity, in C; only if something differs are the contents examined. A call compares a small
+module whole, and a slice of a large one, so that its time does not grow with the model. Modes, dtypes and other tensors
+do not count as changes: the mode is an argument of the call, and tensor values were copied; but those of tensors that
+plain objects hold do, since nobody would pass other values.
 """
 
 from __future__ import annotations
@@ -11,33 +12,26 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import BakedValueError
-from ..tensors.aten import unwrapped
 from ..tensors.fingerprint import as_now, seen
-from .attributes import Held, Same, changed, held, walked
+from .attributes import Buffer, Held, Same, changed, held, walked
 from .refusals import made_by_hooks
 
-__all__ = ["Applied", "Met", "Original", "fixed_tensors", "meeting", "note", "note_tensors"]
+__all__ = ["Original", "fixed_tensors"]
 
-_met: ContextVar[Met | None] = ContextVar("met", default=None)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-# Run for every module of the process.
-_ON_ALL = tuple(f"_global{name}" for name in _HOOKS)
-_BY_NAME = ("_parameters", "_buffers")  # other tensors may take their places
-_hooks_of = operator.attrgetter("_backward_hooks")
+_hooks_of, _is_trained = operator.attrgetter("_backward_hooks"), operator.attrgetter("requires_grad")
 # What `torch.compile` and `torch.jit.script` put on a module.
 _MARKS = frozenset({"_is_torch_compile", "__overloads__"})
 _MANY = 256  # of what stands in longer containers, the number alone is compared at each call
+_WHOLE = 16  # a module with so many submodules is compared whole at each call
+_AT_ONCE = 4  # of a larger one, so many
 
 
 class Original:
@@ -53,65 +47,42 @@ class Original:
         self._remember(module)
 
     def _remember(self, module: nn.Module) -> None:
-        parts = [part for _, part in module.named_modules()]
-        names = vars(nn.Module()).keys() - {"_modules"}  # under which torch keeps things in each module
-        found = [value for path, value in walked(module) if path.rpartition(".")[2] not in names]
-        stores = [store for value in found for store in _stores(value, names)]
-        hooks = [getattr(part, name) for part in parts for name in _HOOKS]
-        stores += [(registry, tuple(registry)) for registry in hooks if registry]
-        entries = [entry for store, names in stores for entry in ((store, name) for name in names)]
-        self._counted = [store for store, _ in stores]
-        self._counts = list(map(len, self._counted))
-        self._owners, self._names = [owner for owner, _ in entries], [name for _, name in entries]
-        self._values = list(map(operator.getitem, self._owners, self._names))
-        self._hooks = [registry for registry in hooks if not registry]
-        self._parts = parts[1:]  # the module itself would keep itself alive
+        parts, params = list(module.modules()), list(module.parameters())
+        of_torch = vars(nn.Module()).keys() - {"_modules"}  # under which torch keeps things in each module
+        values = [value for path, value in walked(module) if path.rpartition(".")[2] not in of_torch]
+        stores = [store for value in values for store in _stores(value, of_torch)]
+        stores += [(vars(torch.nn.modules.module)[f"_global{name}"], ()) for name in _HOOKS]
+        number = 1 if len(parts) <= _WHOLE else -(-len(parts) // _AT_ONCE)
+        below, fixed = parts[1:], list(fixed_tensors(module).values())  # the module would keep itself alive
+        self._slices = [
+            _Slice(below[i::number], params[i::number], stores[i::number], fixed[i::number])
+            for i in range(number)
+        ]
         self._class: type = type(module)
-        self._classes = list(map(type, self._parts))
-        self._registries = [getattr(part, name) for part in parts for name in _BY_NAME]
-        self._tensors = list(self._registered())
-        self._ids = list(map(id, self._tensors))
-        self._parameters = list(module.parameters())
-        self._grads = [one.requires_grad for one in self._parameters]
-        self._on_all = _on_all()
-        self._fixed = as_now(list(fixed_tensors(module).values()))
-
-    def _registered(self) -> Iterator[Tensor | None]:
-        return chain.from_iterable(map(dict.values, self._registries))
-
-    @staticmethod
-    def _nothing_changes() -> bool:
-        return True
+        self._next = 0
 
     def _gone(self, _: object) -> None:
         # What is left of the module goes with this. At the end of the process, names of modules are gone before.
-        self._counted, self._owners, self._names, self._values = [], [], [], []
-        self._hooks, self._parameters, self._counts, self._grads, self._held = [], [], [], [], {}
-        self._class, self._fixed = None.__class__, self._nothing_changes
-        self._parts, self._classes, self._registries, self._tensors, self._ids = [], [], [], [], []
+        self._slices, self._held, self._class = [], {}, None.__class__
 
     def __reduce__(self) -> Any:
         return _Unknown, ()  # a copy of the function is one of a copy: there is no module to change
 
     def unchanged(self) -> bool:
-        """Whether the module is unchanged; usually a quick identity check."""
+        """Whether a slice of the module is unchanged, the next one at each call; of a small module, all of it.
+
+        It compares identities. A slice that has changed is compared again at the next call.
+        """
+        if not self._same(self._slices[self._next : self._next + 1]):
+            return not self._changes()
+        self._next = self._next + 1 if self._next + 1 < len(self._slices) else 0
+        return True
+
+    def _same(self, slices: Sequence[_Slice]) -> bool:
         try:
-            if (
-                not any(self._hooks)
-                and list(map(len, self._counted)) == self._counts
-                and all(map(operator.is_, map(operator.getitem, self._owners, self._names), self._values))
-                and type(self._module()) is self._class
-                and list(map(type, self._parts)) == self._classes
-                and list(map(id, self._registered())) == self._ids  # `==` of tensors is no bool
-                and [one.requires_grad for one in self._parameters] == self._grads
-                and not any(map(_hooks_of, self._parameters))
-                and _on_all() == self._on_all
-                and self._fixed()
-            ):
-                return True
-        except (KeyError, IndexError):  # one is gone
-            pass
-        return not self._changes()
+            return type(self._module()) is self._class and all(map(_Slice.unchanged, slices))
+        except (KeyError, IndexError):  # an attribute or an element is gone
+            return False
 
     def _changes(self) -> list[str]:
         module = self._module()
@@ -119,16 +90,16 @@ class Original:
             return []
         paths = changed(self._held, _compared(module))
         if not paths:
-            self._remember(module)  # a mode, or another tensor
+            self._remember(module)  # another tensor
         return paths
 
     def check(self, function: str = "") -> None:
-        """Raise if the module changed after it was copied.
+        """Raise if any of the module changed after it was copied.
 
         Raises:
           BakedValueError: Names what changed.
         """
-        paths = [] if self.unchanged() else self._changes()
+        paths = [] if self._same(self._slices) else self._changes()
         if paths:
             raise BakedValueError.of(
                 function or self._name,
@@ -138,6 +109,47 @@ class Original:
                 fix="change the module before `apply, params, buffers = fcg.from_module(model)`, and make the step "
                 "anew, `graph_step(fn)`.",
             )
+
+
+class _Slice:
+    """Some of the submodules, parameters and stores of a module, compared by identity, in C.
+
+    Args:
+      parts: Submodules.
+      params: Parameters.
+      stores: Containers that store the state of an object, with the names or keys to compare in each.
+      fixed: Tensors of plain objects.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        params: Sequence[Tensor],
+        stores: Sequence[tuple[Any, Sequence[Any]]],
+        fixed: Sequence[Tensor],
+    ) -> None:
+        self._parts, self._params = parts, params
+        self._stores, self._empty = [one for one, _ in stores if one], [one for one, _ in stores if not one]
+        entries = [(store, name) for store, names in stores for name in names]
+        self._owners, self._names = [owner for owner, _ in entries], [name for _, name in entries]
+        self._values = list(map(operator.getitem, self._owners, self._names))
+        self._then, self._fixed = self._now(), as_now(fixed)
+
+    def _now(self) -> tuple[list[Any], ...]:
+        return (
+            list(map(type, self._parts)),
+            list(map(len, self._stores)),
+            list(map(_is_trained, self._params)),
+        )
+
+    def unchanged(self) -> bool:
+        return (
+            not any(self._empty)
+            and self._now() == self._then
+            and all(map(operator.is_, map(operator.getitem, self._owners, self._names), self._values))
+            and not any(map(_hooks_of, self._params))
+            and self._fixed()
+        )
 
 
 class _Unknown:
@@ -151,60 +163,6 @@ class _Unknown:
         """Never raises."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Applied:
-    """One call of an ``apply``, as recorded for a trace.
-
-    Attributes:
-      original: The module that was copied.
-      name: Name of its class.
-      by_mode: Whether, in training mode, it wrote buffers, or drew random numbers where it reads its mode.
-      parts: Submodules whose buffers were written, with their class.
-      written: New values of those buffers.
-    """
-
-    original: Original | _Unknown
-    name: str
-    by_mode: bool
-    parts: tuple[str, ...]
-    written: tuple[Tensor, ...]
-
-
-@dataclass(slots=True)
-class Met:
-    """What calls of ``apply`` report to a trace.
-
-    Attributes:
-      applied: The calls that have ended.
-      buffers: The buffers that any of them was given.
-      fixed: By id, name and tensor of what the modules' plain objects hold, which never changes.
-    """
-
-    applied: list[Applied] = field(default_factory=list)
-    buffers: list[Tensor] = field(default_factory=list)
-    fixed: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
-
-
-def note_tensors(buffers: Iterable[Tensor], fixed: Mapping[str, Tensor]) -> None:
-    """Report what an ``apply`` is given, and what its module holds besides, to the running trace, if any."""
-    found = _met.get()
-    if found is not None:
-        found.buffers += map(unwrapped, buffers)
-        found.fixed |= {id(tensor): (name, tensor) for name, tensor in fixed.items()}
-
-
-def note(applied: Applied) -> None:
-    """Report a call of an ``apply`` to the running trace, if any."""
-    found = _met.get()
-    if found is not None:
-        found.applied.append(applied)
-
-
-def _on_all() -> tuple[int, ...]:
-    """How many hooks of each kind run for every module."""
-    return tuple(map(len, map(vars(torch.nn.modules.module).__getitem__, _ON_ALL)))
-
-
 def fixed_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return, by path, the tensors that plain objects of a module hold, such as a noise schedule."""
     made = made_by_hooks(module)
@@ -214,35 +172,32 @@ def fixed_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _compared(module: nn.Module) -> Held:
     """Whatever must not change: all contents of a module except its modes and which registered tensors it holds."""
-    found = {
-        path: content
-        for path, content in held(module).items()
-        if path and path.rpartition(".")[2] not in {"training", *_MARKS} and "<" not in path
-    }
-    fixed = fixed_tensors(module)
-    first: dict[int, str] = {}
-    settings: Held = {"hooks of all modules": _on_all()}
+    fixed, first = fixed_tensors(module), dict[int, str]()
+    on_all = [len(vars(torch.nn.modules.module)[f"_global{name}"]) for name in _HOOKS]
+    found: Held = {"hooks of all modules": on_all}
+    for path, content in held(module).items():
+        tensor = isinstance(content, Same) and (
+            isinstance(content, Buffer) or isinstance(content.value, Tensor)
+        )
+        if path and path.rpartition(".")[2] not in {"training", *_MARKS} and (path in fixed or not tensor):
+            found[path] = content
     for name, param in module.named_parameters(remove_duplicate=False):
-        settings[f"{name}.requires_grad"] = param.requires_grad
-        settings[f"{name}._backward_hooks"] = bool(_hooks_of(param))
-        settings[f"{name} is"] = first.setdefault(id(param), name)
+        found[f"{name}.requires_grad"] = param.requires_grad
+        found[f"{name}._backward_hooks"] = bool(_hooks_of(param))
+        found[f"{name} is"] = first.setdefault(id(param), name)
     for name, tensor in fixed.items():
         count, memory, view = seen(tensor)
-        settings[f"values of {name}"] = (count, Same(memory), view)
-    settings |= {f"{name}.__class__".lstrip("."): type(part) for name, part in module.named_modules()}
-    return {path: one for path, one in found.items() if path in fixed or not _is_tensor(one)} | settings
-
-
-def _is_tensor(content: Any) -> bool:
-    return isinstance(content, Same) and isinstance(content.value, Tensor)
+        found[f"values of {name}"] = (count, Same(memory), view)
+    return found | {f"{name}.__class__".lstrip("."): type(part) for name, part in module.named_modules()}
 
 
 def _stores(value: Any, of_torch: Set[str]) -> Iterator[tuple[Any, Sequence[Any]]]:
     """Yield the containers that store an object's state, with the names or keys to compare in each."""
     attributes = getattr(value, "__dict__", None)
     if isinstance(value, nn.Module):
-        yield value._modules, tuple(value._modules)
-        yield vars(value), tuple(vars(value).keys() - of_torch - {"_modules"})
+        yield attributes, tuple(attributes.keys() - of_torch - {"_modules"})
+        for name in ("_modules", "_parameters", "_buffers", *_HOOKS):
+            yield attributes[name], tuple(attributes[name])
     elif isinstance(attributes, dict) and not isinstance(value, Tensor):
         yield attributes, tuple(attributes)
     if isinstance(value, (dict, list, deque)):
@@ -250,13 +205,3 @@ def _stores(value: Any, of_torch: Set[str]) -> Iterator[tuple[Any, Sequence[Any]
         yield value, names if len(names) <= _MANY else ()
     elif isinstance(value, (set, bytearray)):
         yield value, ()
-
-
-@contextmanager
-def meeting(found: Met) -> Iterator[None]:
-    """Collect what every ``apply`` in the block reports."""
-    token = _met.set(found)
-    try:
-        yield
-    finally:
-        _met.reset(token)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ForeignTensorError, FunctionalCGError, LayoutError, SideEffectError
-from .attributes import COMPILED, plain_tensor
-from .reach import contents, reached_uncopied
+from .attributes import COMPILED, plain_tensor, variables
 
 __all__ = ["made_by_hooks", "refuse_impure", "registered_fix"]
 
@@ -108,15 +109,18 @@ def _layout(name: str, place: str, what: str, fix: str) -> LayoutError:
 
 
 def _refuse_attributes(name: str, module: nn.Module) -> None:
-    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    parts = {id(part) for part in module.modules()}
+    own = {id(one) for one in (*module.parameters(), *module.buffers(), *module.modules())}
     made = made_by_hooks(module)
-    for path, attribute, value in _attributes(module):
-        where = f"{path}.{attribute}" if path else attribute
-        if isinstance(value, Tensor) and id(value) not in own and where not in made:
-            raise plain_tensor(name, where)
-        if any(id(held) in parts or id(held) in own for held in reached_uncopied(value)):
-            raise _holds_on(name, path or name, where, attribute, value)
+    of_torch = vars(nn.Module()).keys() - {*_FORWARD_HOOKS} | {COMPILED}
+    for path, part in module.named_modules():
+        for attribute, value in vars(part).items():
+            where = f"{path}.{attribute}" if path else attribute
+            for element, found, in_function in _reached(value) if attribute not in of_torch else ():
+                is_own = id(found) in own
+                if in_function and is_own:
+                    raise _holds_on(name, path or name, where, attribute, element)
+                if found is element and isinstance(found, Tensor) and not is_own and where not in made:
+                    raise plain_tensor(name, where)
 
 
 def _holds_on(name: str, part: str, where: str, attribute: str, value: Any) -> ForeignTensorError:
@@ -154,10 +158,43 @@ def made_by_hooks(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Yield (module path, name, value) for each attribute and forward hook, or for the elements of its containers."""
-    of_torch = vars(nn.Module())  # registries
-    for path, part in module.named_modules():
-        for name, value in vars(part).items():
-            if (name not in of_torch or name in _FORWARD_HOOKS) and name != COMPILED:
-                yield from ((path, name, item) for item in contents(value))
+def _reached(value: Any) -> Iterator[tuple[Any, Any, bool]]:
+    """Yield what an attribute reaches through containers and functions.
+
+    ``copy.deepcopy`` copies containers, bound methods and partials with their contents, but not functions: these keep
+    their closure, their defaults and the globals that they read, which still belong to the original. Functions of
+    another file, such as those of a library, lead too far.
+
+    Yields:
+      (element, found, in_function): an element of the containers, what it reaches, and whether a function holds that.
+    """
+    seen: dict[Any, Any] = {}  # keeps the values alive, so that no id is taken again
+    left: list[tuple[Any, Any, bool]] = [(None, value, False)]
+    while left:
+        element, found, in_function = left.pop()
+        if (in_function, id(found)) in seen:
+            continue
+        seen[in_function, id(found)] = found
+        if isinstance(found, dict):
+            below = [*found.values()]
+        elif isinstance(found, (list, tuple, set, frozenset)):
+            below = [*found]
+        else:
+            element = found if element is None else element
+            yield element, found, in_function
+            below = []
+        if isinstance(found, FunctionType):
+            defaults = [*(found.__defaults__ or ()), *(found.__kwdefaults__ or {}).values()]
+            near = (
+                value
+                for name, value in variables(found)
+                if name in found.__code__.co_freevars
+                or not isinstance(value, FunctionType)
+                or value.__globals__ is found.__globals__
+            )
+            below, in_function = [*defaults, *near], True
+        elif isinstance(found, MethodType):
+            below = [found.__func__, found.__self__] if in_function else [found.__func__]
+        elif isinstance(found, partial):
+            below = [found.func, *found.args, *found.keywords.values()]
+        left += [(element, value, in_function) for value in below]

@@ -22,7 +22,6 @@ from ..tensors.numbering import Numbers
 from ..tensors.op_table import row_of
 from ..tensors.overlap import storage_key
 from .attributes import Held, Same, changed, held, newly_known
-from .buffers import buffer_at, unset_buffers
 from .call import function_of
 
 __all__ = ["only_remembers"]
@@ -60,21 +59,23 @@ def only_remembers(
         args, kwargs = tree.map(
             lambda one: fake(one) if isinstance(one, Tensor) else one, (tuple(args), dict(kwargs))
         )
-        resized = [path for path in known if path in tensors and buffer_at(module, path) is not None]
-        unset = [*unset_buffers(module), *resized]
-        start = held(module, unset) | dict.fromkeys(resized)
+        start = held(module)
         given = {storage_key(one) for one in tree.leaves((args, kwargs)) if isinstance(one, Tensor)}
         given |= {storage_key(fakes[name]) for name, _ in module.named_parameters()}
         runs = _Runs(given | set(map(storage_key, fakes.values())))
         try:
-            computed, found = runs.result(function_of(module, method), args, kwargs), held(module, unset)
-            again, at_last = runs.result(function_of(module, method), args, kwargs), held(module, unset)
+            computed, found = runs.result(function_of(module, method), args, kwargs), held(module)
+            again, at_last = runs.result(function_of(module, method), args, kwargs), held(module)
         except Exception:  # whatever a forward raises on tensors without values
             return False
-        made = [one.value for path, one in found.items() if path in known and isinstance(one, Same)]
+        made, still = (
+            [one.value for path, one in contents.items() if path in known and isinstance(one, Same)]
+            for contents in (found, at_last)
+        )
         return (
             newly_known(start, found) == known
             and not changed(found, at_last)
+            and list(map(id, made)) == list(map(id, still))
             and computed == again
             and runs.sources(made).isdisjoint({*given, *runs.written, _DRAWN})
         )

@@ -825,7 +825,12 @@ MUTANTS = (
     Mutant(
         "N77",
         "a tensor that a module loses, or shares from now on, was copied after all",
-        (("                and list(map(id, self._registered())) == self._ids", "                and True"),),
+        (
+            (
+                "            yield attributes[name], tuple(attributes[name])\n",
+                "            yield attributes[name], tuple(attributes[name]) if name == '_modules' else ()\n",
+            ),
+        ),
         (
             f"{LEFT}test_a_module_changed_after_it_was_copied_is_noticed_at_the_next_call[no bias]",
             f"{LEFT}test_a_module_changed_after_it_was_copied_is_noticed_at_the_next_call[tie]",
@@ -1040,8 +1045,8 @@ MUTANTS = (
         "a tensor that a module's plain object holds may lie in other memory",
         (
             (
-                '        settings[f"values of {name}"] = (count, Same(memory), view)\n',
-                '        settings[f"values of {name}"] = (count, view)\n',
+                '        found[f"values of {name}"] = (count, Same(memory), view)\n',
+                '        found[f"values of {name}"] = (count, view)\n',
             ),
         ),
         (f"{FIXED}[other memory]",),

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ...messages.source import frames, is_user_file
+from ...nn.attributes import variables
 from ...nn.module import Apply
-from ...nn.reach import variables
 from ...state.leaf import Leaf
 from ..watch.kinds import is_user_class
 from ..watch.places import ATTRIBUTE, ITEM, Step

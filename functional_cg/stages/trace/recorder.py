@@ -22,7 +22,6 @@ from ...ambient.own_work import OwnWork
 from ...ambient.setting import in_a_backward
 from ...errors import FunctionalCGError, HostSyncError
 from ...messages.origins import Origins
-from ...nn.originals import Met
 from ...shards.reader import Reader
 from ...shards.tensor import Sharded
 from ...state.arena import BufferSpec
@@ -71,8 +70,8 @@ class Recorder(TorchDispatchMode):
         self.declared, self.tensor = self.variables.declared, self.variables.tensor
         self.tables: list[Table] = []
         self.mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
-        self.met, self.work = Met(), OwnWork()
-        owners, meshed = (self._protected, self.copied, self.met.fixed), self.mesh is not None
+        self.work = OwnWork()
+        owners, meshed = (self._protected, self.copied, self.work.fixed), self.mesh is not None
         self.rules = Rules(recipe.name, *owners, recipe.function, self.history, on_a_mesh=meshed)
         self._origins = Origins(self.work)
         self.supposed = Supposed(self.program, recipe.value)
@@ -107,8 +106,8 @@ class Recorder(TorchDispatchMode):
 
     def release(self) -> list[Reference]:
         """Drop all tensors of the trace; any that stay alive are held by user code."""
-        references, met = self.variables.release(), self.met
-        kept = self.blocks.known, met.buffers, met.applied, met.fixed, self.work.replaced, self.rules.places
+        references, work = self.variables.release(), self.work
+        kept = self.blocks.known, work.buffers, work.applied, work.fixed, work.replaced, self.rules.places
         for one in kept:
             one.clear()
         return references
@@ -193,7 +192,7 @@ class Recorder(TorchDispatchMode):
         if row.lifts and not isinstance(args[0], FakeTensor):
             return self._literal(args[0])
         self._adopt(func, args, kwargs)
-        if self.declared or self.met.fixed:
+        if self.declared or self.work.fixed:
             args, kwargs = map_tensors(self._standing, args), map_tensors(self._standing, kwargs)
         if row.puts:
             args = self._from_here(args)
@@ -231,7 +230,7 @@ class Recorder(TorchDispatchMode):
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return what a tensor of the trace holds, if that is the same in each replay; else None."""
         var = self.variables.of(self._standing(tensor))
-        buffers = list(map(self.variables.of, self.met.buffers))
+        buffers = list(map(self.variables.of, self.work.buffers))
         return value_of(self.program, var, partial(self.supposed.value_of, buffers=buffers))
 
     def _known_result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any] | None:
@@ -251,9 +250,9 @@ class Recorder(TorchDispatchMode):
 
     def _standing(self, tensor: Tensor) -> Tensor:
         """Return the fake tensor that stands for a declared constant; any other tensor as it is."""
-        if id(tensor) in self.met.fixed and id(tensor) not in self.declared:
+        if id(tensor) in self.work.fixed and id(tensor) not in self.declared:
             with _disable_current_modes():
-                self.declare(*self.met.fixed[id(tensor)])
+                self.declare(*self.work.fixed[id(tensor)])
         return self.declared.get(id(tensor), tensor)
 
     def _adopt(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -261,7 +260,7 @@ class Recorder(TorchDispatchMode):
         new = [
             one
             for one in tensors_in([*args, *kwargs.values()])
-            if self.variables.of(one) is None and id(one) not in self.met.fixed and may_be_table(one)
+            if self.variables.of(one) is None and id(one) not in self.work.fixed and may_be_table(one)
         ]
         written = set(map(id, written_arguments(func, args, kwargs))) if new else set()
         for one in {id(one): one for one in new if id(one) not in written}.values():

@@ -17,7 +17,6 @@ from ... import tree as pytree
 from ...ambient.own_work import OwnWork
 from ...call.signature import new_state_and_metrics
 from ...errors import ForeignTensorError, LayoutError, SideEffectError
-from ...nn.originals import Met
 from ...state.arena import BufferSpec
 from ...state.boundary import held, sharding_fix
 from ...tree import KeyPath, Treedef, path_string, structure_diff
@@ -61,18 +60,17 @@ def read_result(
     ]
 
 
-def read_reports(program: Program, var_of: Callable[[Tensor], Var | None], met: Met, work: OwnWork) -> None:
+def read_reports(program: Program, var_of: Callable[[Tensor], Var | None], work: OwnWork) -> None:
     """Note in a program what calls of the library reported.
 
     Args:
       program: The program.
       var_of: Returns the variable of a tensor, or None.
-      met: What modules' functions reported.
-      work: What optimizers reported.
+      work: What modules' functions and optimizers reported.
     """
-    for one in met.applied:
-        written = tuple(var for var in map(var_of, one.written) if var is not None)
-        program.applications.append(Application(one.original, one.name, one.by_mode, one.parts, written))
+    for original, name, by_mode, parts, buffers in work.applied:
+        written = tuple(var for var in map(var_of, buffers) if var is not None)
+        program.applications.append(Application(original, name, by_mode, parts, written))
     for parts in work.replaced:
         program.replaced.append([])
         for part in parts:

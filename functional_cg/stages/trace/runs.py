@@ -19,7 +19,6 @@ from ...ambient.setting import canonical
 from ...ambient.torch_modes import modes_now
 from ...concurrency.garbage import no_garbage_collection
 from ...errors import FunctionalCGError, LayoutError
-from ...nn.originals import meeting
 from ...pytree.treedef import order_diff
 from ...random.host_generators import HostRandomness
 from ...shards.coalescing import close_groups, open_groups
@@ -74,7 +73,7 @@ def _run(
         recorder.declare(name, constant)
     follow = nullcontext() if reads is None else follower.following()
     guard = HostGuard(recorder.rules, recorder.value_of)
-    with meeting(recorder.met), watching(recorder.work), canonical(recorder.mesh, declared), without_log():
+    with watching(recorder.work), canonical(recorder.mesh, declared), without_log():
         with ended_checkpoints(), mode, recorder, guard, follow, tracing(recorder):
             result = recipe.apply(recipe.function, trees, inputs)
             old = recipe.states[0] if recipe.donates else None
@@ -83,7 +82,7 @@ def _run(
     program.reserved = recorder.variables.count, recorder.variables.storages
     read_result(recipe, program, recorder.variable, result)
     recorder.supposed.refuse_written()
-    read_reports(program, recorder.variables.of, recorder.met, recorder.work)
+    read_reports(program, recorder.variables.of, recorder.work)
     return recorder
 
 
