@@ -61,7 +61,7 @@ def is_batched(tensor: Tensor) -> bool:
 @contextlib.contextmanager
 def only_batching_rules() -> Iterator[None]:
     """Let ``vmap`` raise for an op without a batching rule, in place of running it once for each element."""
-    functorch = torch._C._functorch  # private; test_sweep notices a change
+    functorch: Any = torch._C._functorch  # private; test_sweep notices a change
     before = functorch._is_vmap_fallback_enabled()
     functorch._set_vmap_fallback_enabled(False)
     try:

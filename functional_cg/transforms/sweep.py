@@ -14,7 +14,8 @@ from .. import tree as pytree
 from ..ambient.rehearsal import for_members
 from ..errors import LayoutError
 from ..messages.tracebacks import entry
-from ..state.arena import BufferSpec, placed
+from ..shards.tensor import placed
+from ..state.arena import BufferSpec
 from ..tree import path_string
 
 __all__ = ["sweep"]

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from ...tensors.aten import returns_view
 from ...tensors.op_table import row_of
@@ -51,8 +52,8 @@ for _name in ("own", "now"):
 _library.define("kept(Tensor value) -> Tensor")
 _library.impl("kept", _aten.clone.default, "CompositeExplicitAutograd")
 _library._register_fake("kept", _aten.clone.default)
+KEPT: OpOverload = torch.ops.fcg.kept.default
 torch.library.register_vmap("fcg::kept", lambda _, dims, value: (KEPT(value), dims[0]), lib=_library)
-KEPT = torch.ops.fcg.kept.default
 # Stands for `after`: the value, in memory, but not before the other argument is there.
 _library.define("later(Tensor value, Tensor other) -> Tensor")
 _library.define("after(Tensor(a) value, Tensor other) -> Tensor(a)")

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from ...ambient.own_work import OwnWork
 from ...errors import CaptureError
-from ...nn.originals import Met
 from ...state.arena import BufferSpec
 from ...tensors.aten import only_batching_rules
 from ...tensors.op_table import row_of
@@ -44,7 +42,6 @@ class _Recorder(Protocol):
     variables: Variables
     blocks: Blocks
     history: History
-    met: Met
     work: OwnWork
 
     def fake(self, spec: BufferSpec, owner: str) -> tuple[Tensor, Var]: ...
@@ -73,7 +70,7 @@ def for_members(
       What it returns, for all members.
     """
     program, start = recorder.program, len(recorder.program.instrs)
-    shown, applied, replaced = len(program.reports), len(recorder.met.applied), len(recorder.work.replaced)
+    shown, applied, replaced = len(program.reports), len(recorder.work.applied), len(recorder.work.replaced)
     blocks = len(recorder.blocks.known)
     one = [recorder.fake(_of_one(tensor), name)[0] for tensor, name in zip(given, names, strict=True)]
     results = act(one)
@@ -102,9 +99,8 @@ def for_members(
         ]
         for report in reports:
             members.report(report)
-    recorder.met.applied[applied:] = [
-        replace(each, written=tuple(map(members.like, each.written)))
-        for each in recorder.met.applied[applied:]
+    recorder.work.applied[applied:] = [
+        (*told, list(map(members.like, written))) for *told, written in recorder.work.applied[applied:]
     ]
     recorder.work.replaced[replaced:] = [
         [[(members.like(old), members.like(new)) for old, new in part] for part in parts]
