@@ -32,7 +32,7 @@ other: held[1].update(wd=5.0)
 # a comprehension
 held = [Cfg()]
 step: x * sum([c.lr for c in held])
-step: x * {k: v.lr for k, v in enumerate(held)}[0]
+step: x * sum({k: v.lr for k, v in enumerate(held)}.values())
 change: held[0].lr = 5.0
 change: held.append(Cfg())
 
