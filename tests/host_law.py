@@ -161,7 +161,7 @@ def _rows_of(name: str, text: str) -> list[Row]:
         first, _, more = body.partition("\n")
         code, _, says = first.partition("  -> ")
         if kind == "refused":
-            code, _, says = first.strip().partition(": ")
+            code, _, says = first.strip().partition(":")
         code = "\n".join(filter(None, (code.strip(), textwrap.dedent(more).strip())))
         if kind == "step":
             steps.append(code if "\n" in code or not first.strip() else f"return {code}")

@@ -201,12 +201,12 @@ refused: SideEffectError:
 # only read
 held = SimpleNamespace(table=torch.linspace(0, 1, 2), tables={2: torch.linspace(0, 1, 2)})
 step: x * held.table
-refused: ForeignTensorError: or declare it
+refused: ForeignTensorError: in neither the state nor the inputs
 
 # only read of a dict
 held = {2: torch.linspace(0, 1, 2)}
 step: x * held[2]
-refused: ForeignTensorError: or declare it
+refused: ForeignTensorError: in neither the state nor the inputs
 """ + "".join(
     # Whatever number a numbering of values gives to `y`: it is not that number.
     f"""
