@@ -12,10 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import functional_cg as fcg
-from functional_cg.ambient.torch_modes import KernelModes
 from tests.hazards.law import assert_trees_all_equal
-
-aten = torch.ops.aten
 
 
 @contextmanager
@@ -159,16 +156,6 @@ def test_a_mode_around_the_whole_step_stays() -> None:
     with default_dtype(torch.float64):
         assert_trees_all_equal(fcg.graph_fn(f)(x), f(x), "float64")
         assert f(x).dtype is torch.float64
-
-
-def test_a_precision_that_was_never_set_is_the_usual_one() -> None:
-    """Torch tells "none" from "ieee" before and after somebody has set it."""
-    modes = KernelModes()
-    with medium():
-        changed = modes.changed(aten.mm.default, {}, list)
-        assert changed is not None
-        assert "fp32_precision" in changed[0]
-    assert modes.changed(aten.mm.default, {}, list) is None
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -98,153 +97,6 @@ def test_h42_optimizers_and_schedulers_of_torch_are_refused() -> None:
         fcg.TrainState.create(params={"w": torch.ones(3)}, optimizer=optimizer)  # type: ignore[arg-type]
 
 
-# -- what a name leads to ---------------------------------------------------------------------------------------------
-
-
-def scale(w: Tensor) -> Tensor:
-    return w * 2
-
-
-def global_helper() -> Any:
-    def anew() -> None:
-        exec(compile("def scale(w):\n    return w * 3\n", __file__, "exec"), globals())
-
-    return lambda w: scale(w), "scale", anew
-
-
-def local_helper() -> Any:
-    def helper(w: Tensor) -> Tensor:
-        return w * 2
-
-    def anew() -> None:
-        nonlocal helper
-        helper = lambda w: w * 3  # noqa: E731
-
-    return lambda w: helper(w), "helper", anew
-
-
-def helper_with_another_default() -> Any:
-    def make(rate: float) -> Callable[[Tensor], Tensor]:
-        def helper(w: Tensor, rate: float = rate) -> Tensor:
-            return w * rate
-
-        return helper
-
-    return made_anew(make)
-
-
-def made_anew(make: Callable[[float], Callable[[Tensor], Tensor]]) -> Any:
-    helper = make(2.0)
-
-    def anew() -> None:
-        nonlocal helper
-        helper = make(3.0)
-
-    return lambda w: helper(w), "helper", anew
-
-
-def helper_that_is_reloaded() -> Any:
-    """What ``%autoreload`` does: the same function, with other code."""
-
-    def helper(w: Tensor) -> Tensor:
-        return w * 2
-
-    def other(w: Tensor) -> Tensor:
-        return w * 3
-
-    return lambda w: helper(w), "helper", lambda: setattr(helper, "__code__", other.__code__)
-
-
-def module_in_a_closure() -> Any:
-    act: nn.Module = nn.ReLU()
-
-    def anew() -> None:
-        nonlocal act
-        act = nn.Tanh()
-
-    return lambda w: act(w), "act", anew
-
-
-def module_in_a_module() -> Any:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.act: nn.Module = nn.ReLU()
-
-        def forward(self, w: Tensor) -> Tensor:
-            out: Tensor = self.act(w)
-            return out
-
-    net = Net()
-    return lambda w: net(w), "net.act", lambda: setattr(net, "act", nn.Tanh())
-
-
-def apply_of_a_module() -> Any:
-    apply, _, _ = fcg.from_module(nn.ReLU())
-
-    def anew() -> None:
-        nonlocal apply
-        apply, _, _ = fcg.from_module(nn.Tanh())
-
-    return lambda w: apply({}, {}, w)[0], "apply", anew
-
-
-DEFINITIONS = [
-    global_helper,
-    local_helper,
-    helper_with_another_default,
-    helper_that_is_reloaded,
-    module_in_a_closure,
-    module_in_a_module,
-    apply_of_a_module,
-]
-
-
-@pytest.mark.parametrize("case", DEFINITIONS)
-def test_h43_what_is_defined_anew_is_loud(case: Any) -> None:
-    """A notebook runs the cell of a helper once more: the graph would go on with the old one."""
-    call, name, anew = case()
-    old = scale
-    step_fn = lambda s, x: (s, call(s["w"]))  # noqa: E731
-    step = fcg.graph_step(step_fn)
-    state, first = step({"w": torch.ones(3)}, 0)
-    state, second = step(state, 0)
-    assert_trees_all_equal(first, second)
-    anew()
-    try:
-        with pytest.raises(fcg.BakedValueError) as caught:
-            step(state, 0)
-        assert f"\n  {name}  traced as defined then   now defined anew\n" in str(caught.value)
-        assert "\nTo fix: make the step anew, `graph_step(fn)`: its graph has the old `" in str(caught.value)
-        state, third = fcg.graph_step(step_fn)(state, 0)  # the fix
-        assert not torch.equal(second, third)
-    finally:
-        globals()["scale"] = old
-
-
-def test_h43_a_helper_with_another_closure_is_called_by_what_it_closes_over() -> None:
-    call, _, anew = made_anew(lambda rate: lambda w: w * rate)
-    step = fcg.graph_fn(call)
-    step(torch.ones(3))
-    anew()
-    with pytest.raises(fcg.BakedValueError, match=r"rate  traced 2.0   now 3.0"):
-        step(torch.ones(3))
-
-
-def test_h43_a_cell_that_is_run_again_unchanged_is_the_same_definition() -> None:
-    cell = "def helper(w, rate=2.0):\n    return w * rate\n"
-    names: dict[str, Any] = {"fcg": fcg}
-    exec(compile(cell, "<cell 1>", "exec"), names)
-    exec(compile("step = fcg.graph_step(lambda s, x: (s, helper(s['w'])))\n", "<cell 2>", "exec"), names)
-    state, first = names["step"]({"w": torch.ones(3)}, 0)
-    exec(compile(cell, "<cell 3>", "exec"), names)
-    state, second = names["step"](state, 0)
-    assert_trees_all_equal(first, second)
-    exec(compile(cell.replace("2.0", "3.0"), "<cell 4>", "exec"), names)
-    with pytest.raises(fcg.BakedValueError, match="helper  traced as defined then   now defined anew"):
-        names["step"](state, 0)
-
-
 def test_h43_settings_of_a_module_that_was_taken_over_are_noticed() -> None:
     """``apply`` is a function of a copy of the module, in eager runs too."""
     model = nn.Sequential(nn.Linear(3, 3), nn.LeakyReLU(0.5))
@@ -261,20 +113,6 @@ def test_h43_settings_of_a_module_that_was_taken_over_are_noticed() -> None:
     assert_trees_all_equal(then, first)
     slope = fcg.graph_step(lambda p, b: (p, F.leaky_relu(b["x"], 0.5) * b["slope"]))  # the way: an input
     assert slope(state, {"x": x, "slope": 2.0})[1].shape == (4, 3)
-
-
-def test_h45_another_attention_kernel_is_loud() -> None:
-    """Which kernel computes attention is decided by the trace."""
-    q = CPU.randn(1, 2, 8, 4, seed=0)
-    step = CPU.step(lambda s, x: (s, F.scaled_dot_product_attention(x, x, x)))
-    state, _ = step({"n": torch.zeros(())}, q)
-    with (
-        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
-        pytest.raises(fcg.BakedValueError, match=r"flash_sdp_enabled\(\)  traced True   now False"),
-    ):
-        step(state, q)
-    step(state, q)
-    assert step.stats.replays == 2
 
 
 def test_h48_another_number_of_micro_batches_is_refused() -> None:

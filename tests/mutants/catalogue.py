@@ -23,10 +23,8 @@ BETWEEN = "tests/test_between_calls.py::"
 LEFT = "tests/test_left_behind.py::"
 OLD_VALUES = "tests/test_old_values.py::"
 TRIAL = "tests/test_trial.py::"
-CALLS = "tests/test_host_calls.py::"
 FIXED = "tests/test_fixed_tensors.py::test_a_change_on_the_original_is_noticed_at_the_next_call"
-HOST_PARTS = "tests/test_host_parts.py::test_each_change_is_loud"
-READS = "tests/test_host_reads.py::"
+HOST = "tests/host/"
 TURNS = "tests/test_turns.py::"
 SIGNALS = "tests/test_signals.py::"
 AFTER_FAILURE = "tests/test_after_failure.py::"
@@ -97,7 +95,7 @@ MUTANTS = (
         "N35",
         "a part of a state is taken for any other part of the same layout",
         (("                or state._part.start != start\n", ""),),
-        (f"{READS}test_another_part_of_a_state_is_another_argument",),
+        (f"{HOST}test_errors.py::test_another_part_of_a_state_is_another_argument",),
         no_gpu="the argument is judged on the host, before anything is launched",
     ),
     Mutant(
@@ -109,7 +107,7 @@ MUTANTS = (
                 "    if isinstance(new, torch.Tensor):\n",
             ),
         ),
-        (f"{READS}test_values_are_the_same_if_and_only_if_their_text_is",),
+        (f"{HOST}test_errors.py::test_a_value_is_another_one_if_and_only_if_its_text_is",),
         no_gpu="values of the host are compared on the host",
     ),
     Mutant(
@@ -117,8 +115,8 @@ MUTANTS = (
         "0.0 and -0.0 bake one graph",
         (("            return _bits(new) == _bits(old)\n", "            return bool(new == old)\n"),),
         (
-            f"{READS}test_values_are_the_same_if_and_only_if_their_text_is",
-            f"{READS}test_each_change_is_loud[the_sign_of_zero]",
+            f"{HOST}test_errors.py::test_a_value_is_another_one_if_and_only_if_its_text_is",
+            f"{HOST}test_containers.py::test_row[the sign of zero]",
         ),
         no_gpu="values of the host are compared on the host",
     ),
@@ -126,7 +124,7 @@ MUTANTS = (
         "N65",
         "an iterator that two traces move to equal numbers goes unnoticed",
         (("        elif advances(value):\n", "        elif value is None:\n"),),
-        (f"{READS}test_what_goes_on_from_call_to_call_is_refused[a_cycle]",),
+        (f"{HOST}test_moving.py::test_what_is_taken_is_refused[itertools.cycle([2.0])-next(it)]",),
         no_gpu="the Python of a step runs on the host",
     ),
     Mutant(
@@ -802,8 +800,8 @@ MUTANTS = (
         "what a bound method or a partial reads, called by compiled code, is nobody's business",
         (("            if _is_compiled(value):  # what", "            if value is None:  # what"),),
         (
-            f"{CALLS}test_what_compiled_callables_read_is_loud[dict-partial-map]",
-            f"{CALLS}test_an_iterator_that_compiled_code_takes_from_is_refused[a map]",
+            f"{HOST}test_calls.py::test_what_compiled_callables_read[dict-partial-map]",
+            f"{HOST}test_moving.py::test_what_is_taken_is_refused[itertools.repeat(2.0)-next(map(next, [it]))]",
         ),
         no_gpu="the Python of a step runs on the host",
     ),
@@ -817,8 +815,8 @@ MUTANTS = (
             ),
         ),
         (
-            f"{CALLS}test_each_change_is_loud[a_length_from_now_on]",
-            f"{CALLS}test_each_change_is_loud[an_equality_from_now_on]",
+            f"{HOST}test_classes.py::test_row[a length from now on]",
+            f"{HOST}test_classes.py::test_row[an equality from now on]",
         ),
         no_gpu="the Python of a step runs on the host",
     ),
@@ -886,7 +884,7 @@ MUTANTS = (
         "functions that gc.freeze has set aside are not found",
         (("        gc.unfreeze()\n", ""),),
         (
-            f"{READS}test_a_function_that_a_library_alone_holds_also_among_what_the_collector_leaves_alone[True]",
+            f"{HOST}test_calls.py::test_row[a function that a library alone holds, set aside by the collector]",
         ),
         no_gpu="told on the host",
     ),
@@ -915,8 +913,8 @@ MUTANTS = (
         "what an instruction is about to use is unknown to the watch",
         (("*self._evaluation.top(self.frame, ins.offset, count))", "*[UNKNOWN] * count)"),),
         (
-            "tests/test_computed_reads.py::test_a_change_is_loud[computed index]",
-            "tests/test_computed_reads.py::test_a_change_is_loud[next]",
+            f"{HOST}test_containers.py::test_row[a computed index]",
+            f"{HOST}test_moving.py::test_row[next, min, islice]",
         ),
         no_gpu="told on the host",
     ),
@@ -925,8 +923,8 @@ MUTANTS = (
         "what a step reads is compared with what it was after the step's own writes",
         (("            if reads.changes.any_of_before():", "            if False:"),),
         (
-            "tests/test_computed_reads.py::test_what_goes_on_from_call_to_call_is_refused[append]",
-            "tests/test_computed_reads.py::test_exactly_what_goes_on_is_refused",
+            f"{HOST}test_moving.py::test_what_goes_on_from_call_to_call_is_refused[h.list.append(1)]",
+            f"{HOST}test_moving.py::test_exactly_what_goes_on_is_refused",
         ),
         no_gpu="told on the host",
     ),
@@ -1013,7 +1011,10 @@ MUTANTS = (
                 "",
             ),
         ),
-        (f"{HOST_PARTS}[a_function_of_torch]", f"{HOST_PARTS}[a_number_of_a_library]"),
+        (
+            f"{HOST}test_names.py::test_row[a function of torch]",
+            f"{HOST}test_names.py::test_row[a number of a library]",
+        ),
         no_gpu="the Python of a step runs on the host",
     ),
     Mutant(
@@ -1025,7 +1026,10 @@ MUTANTS = (
                 "        return not is_value(value)\n",
             ),
         ),
-        (f"{HOST_PARTS}[of_a_number]", f"{HOST_PARTS}[of_a_member]"),
+        (
+            f"{HOST}test_attributes.py::test_row[of a number]",
+            f"{HOST}test_attributes.py::test_row[of all members]",
+        ),
         no_gpu="the Python of a step runs on the host",
     ),
     Mutant(

@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["SILENT"]
 
-TESTS = "tests/test_second_attack.py::"
+HOST = "tests/host/"
 CORE = "tests/test_core_graph.py::"
 BEFORE = "tests/test_compiled_before.py::"
 MODES = "tests/test_kernel_modes.py::"
@@ -47,21 +47,21 @@ SILENT = (
                 "while type(function) is FunctionType and function.__code__.co_name == name and not met:",
             ),
         ),
-        (f"{TESTS}test_each_change_is_loud[method by another name]",),
+        (f"{HOST}test_modules.py::test_row[a forward by another name]",),
         no_gpu=NO_GPU,
     ),
     Mutant(
         "N163",
         "what a step gives to a thread through a queue is no change of the host",
         (('name.startswith(("get", "put"))', 'name.startswith("get")'),),
-        (f"{TESTS}test_what_a_step_gives_to_other_threads_is_refused",),
+        (f"{HOST}test_moving.py::test_what_a_step_gives_to_other_threads_is_refused",),
         no_gpu=NO_GPU,
     ),
     Mutant(
         "N165",
         "a step keeps alive what it found on the way to a value, also after the program has replaced it",
         (("    watched.let_go()\n", ""),),
-        (f"{TESTS}test_a_step_keeps_nothing_alive_that_the_program_has_replaced[attribute]",),
+        (f"{HOST}test_errors.py::test_a_step_keeps_nothing_alive_that_the_program_has_replaced[attribute]",),
         no_gpu=NO_GPU,
     ),
     Mutant(
@@ -108,7 +108,7 @@ SILENT = (
         "N170",
         "what a step replaces and does not put back counts as put back",
         (("            if before is UNKNOWN or not", "            if before is UNKNOWN and not"),),
-        ("tests/test_computed_reads.py::test_what_is_put_back_takes_no_third_trace[not put back]",),
+        (f"{HOST}test_moving.py::test_what_is_put_back_takes_no_third_run[not put back]",),
         no_gpu=NO_GPU,
     ),
     Mutant(
@@ -143,7 +143,7 @@ SILENT = (
         "N174",
         "what a step deletes from the front of a list passes if the next is equal",
         (("            self.use(owner)  # all that follows moves up", "            pass"),),
-        ("tests/test_computed_reads.py::test_what_is_deleted_from_the_front_is_seen[list-del]",),
+        (f"{HOST}test_moving.py::test_what_is_deleted_from_the_front_is_seen[list-del it[0]]",),
         no_gpu=NO_GPU,
     ),
     Mutant(
@@ -388,7 +388,7 @@ SILENT = (
                 '    if filename.startswith(sysconfig.get_paths()["platstdlib"]):\n        return None if',
             ),
         ),
-        ("tests/test_watch.py::test_function_of_an_installed_package_is_followed",),
+        (f"{HOST}test_names.py::test_row[a function of an installed package]",),
         no_gpu="Python alone is followed",
     ),
     Mutant(
@@ -400,7 +400,7 @@ SILENT = (
                 "            pass\n",
             ),
         ),
-        ("tests/test_watch.py::test_what_a_copy_of_the_users_object_reads_is_watched[CopiedWithHelp]",),
+        (f"{HOST}test_calls.py::test_row[what a copy with help reads]",),
         no_gpu="Python alone is followed",
     ),
     Mutant(
