@@ -15,7 +15,6 @@ from functional_cg import tree
 from functional_cg.errors import LayoutError
 from functional_cg.optim.adapters.hosted import HostNumbers, RefusedError, Shelf, every_way, hosted, number
 from functional_cg.optim.algebra.base import (
-    FrozenTree,
     Optimizer,
     Params,
     ScalarOrSchedule,
@@ -23,10 +22,10 @@ from functional_cg.optim.algebra.base import (
     Updates,
     need_params,
     rate_at,
-    thaw,
     zero_count,
 )
 from functional_cg.optim.algebra.fitting import refuse_unlike
+from functional_cg.optim.algebra.selection import FrozenTree, thaw
 from functional_cg.shards.tensor import Sharded
 from functional_cg.tensors.overlap import storage_key
 

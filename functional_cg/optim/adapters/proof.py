@@ -13,8 +13,8 @@ from functional_cg.ambient.setting import inside_a_step
 from functional_cg.errors import CaptureError
 from functional_cg.optim.adapters.adapted import Adapted
 from functional_cg.optim.adapters.hosted import RefusedError
-from functional_cg.optim.algebra.base import freeze
 from functional_cg.optim.algebra.schedules import Schedule
+from functional_cg.optim.algebra.selection import freeze
 
 STEPS = 12  # steps to compare
 TOLERANCE = 1e-5  # in f64, relative to how far a leaf has moved: some classes compute in f32

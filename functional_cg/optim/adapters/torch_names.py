@@ -12,7 +12,7 @@ from torch import Tensor
 from functional_cg import tree
 from functional_cg.checkpoint import names_of
 from functional_cg.optim.adapters.adapted import Adapted
-from functional_cg.optim.algebra.base import GradientTransformation, OptState, Params, thaw
+from functional_cg.optim.algebra.base import GradientTransformation, OptState, Params
 from functional_cg.optim.algebra.hyperparams import InjectedTransformation
 from functional_cg.optim.algebra.links import (
     add_decayed_weights,
@@ -21,7 +21,7 @@ from functional_cg.optim.algebra.links import (
     scale_by_schedule,
     trace,
 )
-from functional_cg.optim.algebra.selection import resolve_flags
+from functional_cg.optim.algebra.selection import resolve_flags, thaw
 from functional_cg.optim.rules.adam import (
     scale_by_adam,
     scale_by_adamax,

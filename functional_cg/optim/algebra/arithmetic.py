@@ -9,20 +9,14 @@ import torch
 from torch import Tensor
 
 from functional_cg import tree
-from functional_cg.optim.algebra.base import Params, Scalar, Updates, shared
+from functional_cg.optim.algebra.base import Params, Shared, Updates
 from functional_cg.optim.algebra.selection import resolve_flags
 from functional_cg.optim.rules import fused as _fused
 
 
-def averaged(decay: Scalar, old: Updates, new: Updates) -> Updates:
-    """Exponential moving average of every leaf: ``decay * old + (1 - decay) * new``."""
-    keep, rest = shared(decay), shared(1 - decay)
-    return tree.map(lambda a, b: keep(a) * a + rest(a) * b, old, new)
-
-
-def squared(updates: Updates) -> Updates:
-    """Square every element."""
-    return tree.map(torch.square, updates)
+def averaged(decay: Shared, old: Any, new: Tensor) -> Tensor:
+    """Exponential moving average of a leaf: ``decay * old + (1 - decay) * new``."""
+    return decay(old) * old + decay.rest(old) * new  # type: ignore[no-any-return]
 
 
 def norm(leaf: Tensor) -> Tensor:

@@ -12,10 +12,12 @@ optimizer can be a static field of a state and part of the key under which a cap
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, cast
 
 import torch
@@ -33,6 +35,7 @@ from functional_cg.optim.algebra.arguments import (
 from functional_cg.optim.algebra.arguments import in_range as in_range
 from functional_cg.optim.algebra.arguments import require as require
 from functional_cg.optim.algebra.fitting import in_dtypes_of, owners_by_path
+from functional_cg.optim.algebra.selection import freeze, resolve_flags
 
 from ...manual import Documented
 
@@ -200,12 +203,15 @@ class Checked(GradientTransformation):
 
 
 class Link(Checked):
-    """A transformation that keeps a count, and accumulators like the parameters, or nothing.
+    """A transformation of one leaf after the other, by :attr:`leaf`.
 
-    Its state is the NamedTuple ``keeps``: ``count`` starts at 0, ``product`` at 1, and all else like the parameters.
+    Its state is the NamedTuple ``keeps``: ``count`` starts at 0, ``product`` at 1, and all else is like the parameters.
+    In ``n``, each field is a function: ``n.eps(u)`` is ``eps`` in the dtype of ``u``. With a field ``mask``,
+    leaves that it does not select pass unchanged.
     """
 
     keeps: ClassVar[Any] = EmptyState
+    needs_params: ClassVar[bool] = False
     initial_accumulator_value: float = 0.0
 
     def init(self, params: Params) -> Any:
@@ -217,6 +223,34 @@ class Link(Checked):
             return full_like_tree(params, self.initial_accumulator_value)
 
         return self.keeps(*map(first, self.keeps._fields))
+
+    # ``leaf(n, u, p, *kept) -> u``, or ``(u, *kept)``: one leaf's update, its parameter, and what the state has for it.
+    leaf: ClassVar[Callable[..., Any]]
+
+    def begin(self, state: Any) -> tuple[Any, dict[str, Scalar]]:
+        """Advance the counters, and compute what all leaves share in this update beside the fields."""
+        return (state._replace(count=state.count + 1) if "count" in self.keeps._fields else state), {}
+
+    def update(self, updates: Updates, state: Any, params: Params | None = None) -> tuple[Updates, Any]:
+        if self.needs_params:
+            params = need_params(type(self).__name__, params)
+        flat, treedef = tree.flatten(updates)
+        flags = resolve_flags(getattr(self, "mask", None), updates if params is None else params)
+        state, more = self.begin(state)
+        n = SimpleNamespace(**{name: Shared(value) for name, value in {**vars(self), **more}.items()})
+        names = [name for name in self.keeps._fields if name not in ("count", "product")]
+        columns = [_aligned(updates, one) for one in (params, *(getattr(state, name) for name in names))]
+        rows: list[tuple[Any, ...]] = []
+        for u, on, p, *kept in zip(flat, flags, *columns, strict=True):
+            out = self.leaf(n, u, p, *kept) if on else (u, *kept)
+            rows.append(out if isinstance(out, tuple) else (out,))
+        out, *new = ([row[i] for row in rows] for i in range(1 + len(names)))
+        kept = {
+            name: tree.unflatten(treedef, column)
+            for name, column in zip(names, new, strict=True)
+            if getattr(state, name) is not None
+        }
+        return tree.unflatten(treedef, out), state._replace(**kept) if kept else state
 
 
 class Direction(Link):
@@ -348,47 +382,36 @@ def rate_at(learning_rate: ScalarOrSchedule, count: Any) -> float | Tensor:
     return rate.to(torch.float64) if isinstance(rate, Tensor) else float(rate)
 
 
-def shared(scalar: Scalar) -> Callable[[Tensor], Scalar]:
-    """Share a scalar among leaves: a tensor is cast once per dtype and device instead of once per leaf.
+class Shared:
+    """A number that all leaves share: a tensor is cast once per dtype and device instead of once per leaf.
 
     Without the cast, a 0-dim float32 leaf times a float64 scalar would be float64.
     """
-    if not isinstance(scalar, Tensor):
-        return lambda leaf: scalar
-    copies: dict[Any, Tensor] = {}
 
-    def beside(leaf: Tensor) -> Tensor:
-        kind = (leaf.dtype, leaf.device)
-        if kind not in copies:
-            copies[kind] = scalar.to(device=leaf.device, dtype=leaf.dtype)
-        return copies[kind]
+    def __init__(self, scalar: Any) -> None:
+        self._scalar = scalar
+        self._copies: dict[Any, Tensor] = {}
 
-    return beside
+    def __call__(self, leaf: Tensor) -> Any:
+        """The number for a leaf; a flag keeps its dtype."""
+        scalar = self._scalar
+        if not isinstance(scalar, Tensor):
+            return scalar
+        dtype = leaf.dtype if scalar.is_floating_point() else scalar.dtype
+        if (dtype, leaf.device) not in self._copies:
+            self._copies[dtype, leaf.device] = scalar.to(device=leaf.device, dtype=dtype)
+        return self._copies[dtype, leaf.device]
 
-
-@dataclass(frozen=True)
-class FrozenTree:
-    """An immutable, hashable pytree with hashable leaves; prints as the tree."""
-
-    leaves: tuple[Any, ...]
-    treedef: tree.Treedef
-
-    def thaw(self) -> Any:
-        """Return a fresh copy of the tree."""
-        return tree.unflatten(self.treedef, self.leaves)
-
-    def __repr__(self) -> str:
-        return repr(self.thaw())
+    @functools.cached_property
+    def rest(self) -> Shared:
+        """1 minus the number."""
+        return Shared(1 - self._scalar)
 
 
-def freeze(value: Any) -> Any:
-    """Turn containers into a :class:`FrozenTree`, immune to later mutation; return anything else unchanged."""
-    if not isinstance(value, (dict, list, tuple)):
-        return value
-    flat, treedef = tree.flatten(value)
-    return FrozenTree(tuple(flat), treedef)
-
-
-def thaw(value: Any) -> Any:
-    """Undo :func:`freeze`."""
-    return value.thaw() if isinstance(value, FrozenTree) else value
+def _aligned(like: Updates, value: Any) -> list[Any]:
+    """What a tree has for each leaf of ``like``; None where it has nothing."""
+    found = dict(tree.flatten_with_path(value)[0])
+    out = [found.pop(path, None) for path in tree.flatten(like)[1].paths()]
+    if found:
+        tree.map(lambda one, _: one, like, value)  # raises, and names the differences
+    return out

@@ -10,22 +10,27 @@ from typing import Any, NamedTuple
 from functional_cg import tree
 from functional_cg.optim.algebra.base import (
     Checked,
-    FrozenTree,
     GradientTransformation,
     OptState,
     Params,
     Rule,
     StepFn,
     Updates,
-    freeze,
     need_params,
     need_transformations,
     require,
     step_or_update,
-    thaw,
 )
 from functional_cg.optim.algebra.fitting import in_dtypes_of
-from functional_cg.optim.algebra.selection import broadcast_prefix, replace_selected, resolve_flags, select
+from functional_cg.optim.algebra.selection import (
+    FrozenTree,
+    broadcast_prefix,
+    freeze,
+    replace_selected,
+    resolve_flags,
+    select,
+    thaw,
+)
 
 
 @dataclass(frozen=True, init=False, repr=False)

@@ -19,14 +19,13 @@ from functional_cg.optim.algebra.base import (
     StepFn,
     Updates,
     device_of,
-    freeze,
     need_params,
     require,
     step_or_update,
-    thaw,
     zero_count,
 )
 from functional_cg.optim.algebra.schedules import Schedule
+from functional_cg.optim.algebra.selection import freeze, thaw
 
 S = TypeVar("S")
 Arguments = tuple[tuple[str, Any], ...]

@@ -26,9 +26,9 @@ from functional_cg.optim.algebra.base import (
     Params,
     Rule,
     ScalarOrSchedule,
+    Shared,
     StepFn,
     Updates,
-    shared,
 )
 from functional_cg.optim.algebra.combine import chain
 from functional_cg.optim.algebra.links import scale_by_learning_rate
@@ -96,7 +96,7 @@ class Fused(Alias):
         count = kept.pop("count") + 1 if "count" in kept else None
         numbers = {key: getattr(self, name) for name, key in self.names.items()}
         decay = getattr(self, "weight_decay", 0.0)
-        keep = shared(1 - lr * decay if isinstance(decay, Tensor) else 1.0)
+        keep = Shared(1 - lr * decay if isinstance(decay, Tensor) else 1.0)
 
         def call(columns: Any, decays: Any) -> Any:
             if decays and isinstance(

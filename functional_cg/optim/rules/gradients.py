@@ -8,18 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_cg import tree
 from functional_cg.optim.algebra.arithmetic import norm
 from functional_cg.optim.algebra.base import (
     Link,
-    OptState,
-    Params,
     Scalar,
-    Updates,
-    need_params,
-    shared,
 )
-from functional_cg.optim.algebra.selection import resolve_flags
 from functional_cg.optim.algebra.whole import placed_like, whole
 
 
@@ -43,11 +36,9 @@ class clip_by_value(Link):
 
     max_delta: Scalar
 
-    def update(
-        self, updates: Updates, state: OptState, params: Params | None = None
-    ) -> tuple[Updates, OptState]:
-        low, high = shared(-self.max_delta), shared(self.max_delta)
-        return tree.map(lambda u: u.clamp(low(u), high(u)), updates), state
+    def leaf(self, n: Any, u: Tensor, p: Any) -> Tensor:
+        most = n.max_delta(u)
+        return u.clamp(-most, most)
 
 
 @dataclass(frozen=True)
@@ -72,16 +63,10 @@ class clip_by_norm(Link):
 
     acts_per_leaf = True
 
-    def update(
-        self, updates: Updates, state: OptState, params: Params | None = None
-    ) -> tuple[Updates, OptState]:
-        most = shared(self.max_norm)
-
-        def clipped(u: Tensor) -> Tensor:
-            size = norm(u)
-            return u * (most(size) / size.clamp(min=most(size))).to(u.dtype)
-
-        return tree.map(clipped, updates), state
+    def leaf(self, n: Any, u: Tensor, p: Any) -> Tensor:
+        size = norm(u)
+        most = n.max_norm(size)
+        return u * (most / size.clamp(min=most)).to(u.dtype)
 
 
 def _unit_norm(leaf: Tensor) -> Tensor:
@@ -122,22 +107,16 @@ class adaptive_clip(Link):
     clipping: Scalar
     eps: Scalar = 1e-3
 
+    needs_params = True
     acts_per_leaf = True
 
-    def update(
-        self, updates: Updates, state: OptState, params: Params | None = None
-    ) -> tuple[Updates, OptState]:
-        ratio, least = shared(self.clipping), shared(self.eps)
-
-        def clipped(u: Tensor, p: Tensor) -> Tensor:
-            units, weights = (whole(u), whole(p)) if u.dim() > 1 else (u, p)
-            size, own = _unit_norm(units), _unit_norm(weights)
-            bound = ratio(own) * own.clamp(min=least(own))
-            small = torch.finfo(size.dtype).tiny
-            scaled = units * (bound / size.clamp(min=small)).clamp(max=1).to(u.dtype)
-            return placed_like(scaled, u) if u.dim() > 1 else scaled
-
-        return tree.map(clipped, updates, need_params("adaptive_clip", params)), state
+    def leaf(self, n: Any, u: Tensor, p: Tensor) -> Tensor:
+        units, weights = (whole(u), whole(p)) if u.dim() > 1 else (u, p)
+        size, own = _unit_norm(units), _unit_norm(weights)
+        bound = n.clipping(own) * own.clamp(min=n.eps(own))
+        small = torch.finfo(size.dtype).tiny
+        scaled = units * (bound / size.clamp(min=small)).clamp(max=1).to(u.dtype)
+        return placed_like(scaled, u) if u.dim() > 1 else scaled
 
 
 @dataclass(frozen=True)
@@ -158,16 +137,11 @@ class centralize(Link):
 
     acts_per_leaf = True
 
-    def update(
-        self, updates: Updates, state: OptState, params: Params | None = None
-    ) -> tuple[Updates, OptState]:
-        def centred(u: Tensor) -> Tensor:
-            if u.dim() < 2:
-                return u
-            all_of_it = whole(u)
-            return placed_like(all_of_it - all_of_it.mean(_inputs(u), keepdim=True), u)
-
-        return tree.map(centred, updates), state
+    def leaf(self, n: Any, u: Tensor, p: Any) -> Tensor:
+        if u.dim() < 2:
+            return u
+        matrix = whole(u)
+        return placed_like(matrix - matrix.mean(_inputs(u), keepdim=True), u)
 
 
 @dataclass(frozen=True)
@@ -193,10 +167,5 @@ class freeze(Link):
 
     mask: Any
 
-    def update(
-        self, updates: Updates, state: OptState, params: Params | None = None
-    ) -> tuple[Updates, OptState]:
-        flat, treedef = tree.flatten(updates)
-        flags = resolve_flags(self.mask, updates if params is None else params)
-        held = [torch.zeros_like(u) if on else u for u, on in zip(flat, flags, strict=True)]
-        return tree.unflatten(treedef, held), state
+    def leaf(self, n: Any, u: Tensor, p: Any) -> Tensor:
+        return torch.zeros_like(u)

@@ -21,7 +21,6 @@ from functional_cg.optim.algebra.base import (
     Scalar,
     ScalarOrSchedule,
     StepFn,
-    Updates,
     require,
 )
 from functional_cg.optim.algebra.combine import chain, partition
@@ -120,21 +119,13 @@ class scale_by_muon(Direction):
             )
         return super().init(params)
 
-    def update(
-        self, updates: Updates, state: TraceState, params: Params | None = None
-    ) -> tuple[Updates, TraceState]:
-        new = averaged(self.momentum, state.trace, updates)
-        ahead = averaged(self.momentum, new, updates) if self.nesterov else new
-
-        def scaled(u: Tensor) -> Tensor:
-            rows, columns = u.shape
-            size = (
-                0.2 * max(rows, columns) ** 0.5 if self.match_rms else max(1, rows / max(1, columns)) ** 0.5
-            )
-            x = orthogonalized(whole(u), self.ns_steps, self.ns_coefficients, self.eps, self.ns_dtype)
-            return placed_like(x.to(u.dtype) * size, u)
-
-        return tree.map(scaled, ahead), TraceState(new)
+    def leaf(self, n: Any, u: Tensor, p: Any, t: Tensor) -> tuple[Tensor, Tensor]:
+        t = averaged(n.momentum, t, u)
+        ahead = averaged(n.momentum, t, u) if self.nesterov else t
+        rows, columns = u.shape
+        size = 0.2 * max(rows, columns) ** 0.5 if self.match_rms else max(1, rows / max(1, columns)) ** 0.5
+        x = orthogonalized(whole(ahead), self.ns_steps, self.ns_coefficients, self.eps, self.ns_dtype)
+        return placed_like(x.to(u.dtype) * size, u), t
 
 
 def _matrices(params: Params) -> Any:

@@ -19,6 +19,7 @@ from functional_cg.optim.algebra.base import (
     Rule,
     Scalar,
     ScalarOrSchedule,
+    Shared,
     StepFn,
     Updates,
     in_range,
@@ -26,7 +27,6 @@ from functional_cg.optim.algebra.base import (
     need_steps,
     rate_at,
     require,
-    shared,
     step_or_update,
     zero_count,
 )
@@ -38,7 +38,7 @@ from ...tensors.parts import as_complex, as_real
 
 def interpolated(weight: Scalar, a: Params, b: Params) -> Params:
     """Interpolate every leaf: ``a + weight (b - a)``."""
-    factor = shared(weight)
+    factor = Shared(weight)
     return tree.map(lambda x, y: x + factor(x) * (y - x), a, b)
 
 
@@ -276,7 +276,7 @@ def sam(
     def nearby(params: Params, *args: Any, **kwargs: Any) -> tuple[Any, Updates]:
         value, grads = value_and_grad(params, *args, **kwargs)
         scaled = tree.map(lambda g, p: g * p.abs(), grads, params) if adaptive else grads
-        factor = shared(rho / (global_norm(scaled) + 1e-12))
+        factor = Shared(rho / (global_norm(scaled) + 1e-12))
         uphill = tree.map(lambda g, p: g * p.abs(), scaled, params) if adaptive else scaled
         _, grads = value_and_grad(tree.map(lambda p, g: p + factor(p) * g, params, uphill), *args, **kwargs)
         return value, grads
