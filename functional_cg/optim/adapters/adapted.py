@@ -15,12 +15,10 @@ from functional_cg import tree
 from functional_cg.errors import LayoutError
 from functional_cg.optim.adapters.hosted import HostNumbers, RefusedError, Shelf, every_way, hosted, number
 from functional_cg.optim.algebra.base import (
-    Optimizer,
     Params,
     ScalarOrSchedule,
-    StepFn,
+    Stepper,
     Updates,
-    need_params,
     rate_at,
     zero_count,
 )
@@ -38,7 +36,7 @@ class AdaptedState(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Adapted(Optimizer):
+class Adapted(Stepper):
     """A torch optimizer class adapted by :func:`from_torch`.
 
     Attributes:
@@ -79,22 +77,11 @@ class Adapted(Optimizer):
             kept = tuple(self._first_kept(leaf) for leaf in tree.leaves(params))
         return AdaptedState(zero_count(params), kept)
 
-    def update(
-        self, updates: Updates, state: AdaptedState, params: Params | None = None
-    ) -> tuple[Updates, AdaptedState]:
-        params = need_params("from_torch", params)
-        new, state = self._step(updates, state, params)
-        return tree.map(torch.sub, new, params), state
-
     def owners(self, state: AdaptedState, params: Params) -> list[int | None]:
         counts = [len(tree.leaves(kept)) for kept in state.leaves]
         return [None, *(i for i, count in enumerate(counts) for _ in range(count))]
 
-    @property
-    def step(self) -> StepFn | None:
-        return self._step
-
-    def _step(self, grads: Updates, state: AdaptedState, params: Params) -> tuple[Params, AdaptedState]:
+    def advance(self, grads: Updates, state: AdaptedState, params: Params) -> tuple[Params, AdaptedState]:
         refuse_unlike(params, grads)
         leaves, treedef = tree.flatten(params)
         cls, first = hosted(self.cls), state.count == 0

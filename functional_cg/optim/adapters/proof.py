@@ -139,7 +139,7 @@ def _difference(tx: Adapted) -> str:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 optimizer.step()
-            ours, state = tx._step(grads, state, ours)
+            ours, state = tx.advance(grads, state, ours)
             if not all(torch.isfinite(leaf).all() for leaf in theirs):
                 return f"is not finite at step {count + 1} with these arguments: nothing to compare"
             gap = max(_gap(*three) for three in zip(ours, theirs, start, strict=True))

@@ -48,6 +48,7 @@ _OWN = "functional_cg.optim."
 InitFn = Callable[[Params], OptState]
 UpdateFn = Callable[[Updates, OptState, Params | None], tuple[Updates, OptState]]
 StepFn = Callable[[Updates, OptState, Params], tuple[Params, OptState]]
+Advance = Callable[["GradientTransformation", Updates, OptState, Any], tuple[Any, OptState]]
 Rule = tuple["GradientTransformation", OptState, Params]
 Scalar = float | Tensor
 ScalarOrSchedule = float | Tensor | Callable[[Any], Any]
@@ -267,6 +268,51 @@ class Optimizer(Checked):
     @property
     def paths(self) -> list[tuple[GradientTransformation, ...]]:
         return [(self,)]
+
+
+class Combined(Checked):
+    """A transformation that runs others, either by their ``update`` or by their ``step``.
+
+    ``run(advance, updates, state, params)`` is both: ``advance(tx, updates, state, params)`` returns what ``tx`` makes
+    of the updates, which is updates again or new parameters, and its next state.
+    """
+
+    @abstractmethod
+    def run(self, advance: Advance, updates: Updates, state: Any, params: Any) -> tuple[Any, Any]:
+        """Run the parts once."""
+
+    def update(self, updates: Updates, state: Any, params: Params | None = None) -> tuple[Updates, Any]:
+        return self.run(by_update, updates, state, params)
+
+    @property
+    def step(self) -> StepFn | None:
+        return partial(self.run, step_or_update) if any(tx.step is not None for tx in self.parts) else None
+
+
+def by_update(
+    tx: GradientTransformation, updates: Updates, state: OptState, params: Params | None
+) -> tuple[Updates, OptState]:
+    """Transform updates with ``tx.update``."""
+    return tx.update(updates, state, params)
+
+
+class Stepper(Optimizer):
+    """An optimizer that computes new parameters, of which its updates are the differences to the old ones."""
+
+    @abstractmethod
+    def advance(self, grads: Updates, state: Any, params: Params) -> tuple[Params, Any]:
+        """The new parameters and state."""
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params | None = None
+    ) -> tuple[Updates, OptState]:
+        params = need_params(type(self).__name__, params)
+        new, state = self.advance(updates, state, params)
+        return tree.map(torch.sub, new, params), state
+
+    @property
+    def step(self) -> StepFn:
+        return self.advance
 
 
 def apply_updates(params: Params, updates: Updates) -> Params:

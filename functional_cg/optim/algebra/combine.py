@@ -9,17 +9,19 @@ from typing import Any, NamedTuple
 
 from functional_cg import tree
 from functional_cg.optim.algebra.base import (
+    Advance,
     Checked,
+    Combined,
     GradientTransformation,
     OptState,
     Params,
     Rule,
     StepFn,
     Updates,
+    by_update,
     need_params,
     need_transformations,
     require,
-    step_or_update,
 )
 from functional_cg.optim.algebra.fitting import in_dtypes_of
 from functional_cg.optim.algebra.selection import (
@@ -33,8 +35,45 @@ from functional_cg.optim.algebra.selection import (
 )
 
 
+class Sequence(Combined):
+    """Transformations in sequence, each of which gets what the one before has made; its state is a tuple of theirs."""
+
+    links: Any  # a tuple of transformations
+
+    @property
+    def parts(self) -> tuple[GradientTransformation, ...]:
+        return self.links  # type: ignore[no-any-return]
+
+    @property
+    def paths(self) -> list[tuple[GradientTransformation, ...]]:
+        ways: list[tuple[GradientTransformation, ...]] = [()]
+        for link in self.links:
+            ways = _distinct((*way, *path) for way, path in itertools.product(ways, link.paths))
+        return ways
+
+    def init(self, params: Params) -> OptState:
+        return tuple(link.init(params) for link in self.links)
+
+    def run(self, advance: Advance, updates: Updates, state: OptState, params: Any) -> tuple[Any, OptState]:
+        if advance is not by_update and tree.leaves(state[:-1]):  # moments before the last link
+            updates = in_dtypes_of(params, updates)
+        states = []
+        for i, (link, old) in enumerate(zip(self.links, state, strict=True), 1):
+            updates, new = (advance if i == len(state) else by_update)(link, updates, old, params)
+            states.append(new)
+        return updates, tuple(states)
+
+    def rules(self, state: OptState, params: Params) -> Iterator[Rule]:
+        for link, own in zip(self.links, state, strict=True):
+            yield from link.rules(own, params)
+
+    @property
+    def step(self) -> StepFn | None:
+        return super().step if self.links and self.links[-1].step is not None else None
+
+
 @dataclass(frozen=True, init=False, repr=False)
-class chain(GradientTransformation):
+class chain(Sequence):
     """Apply transformations in sequence, feeding the output of each to the next.
 
     The state is a tuple of their states. If the last link has a fused ``step``, the chain has one too, which treats
@@ -57,44 +96,6 @@ class chain(GradientTransformation):
 
     def __repr__(self) -> str:
         return f"chain({', '.join(map(repr, self.links))})"
-
-    @property
-    def parts(self) -> tuple[GradientTransformation, ...]:
-        return self.links
-
-    @property
-    def paths(self) -> list[tuple[GradientTransformation, ...]]:
-        ways: list[tuple[GradientTransformation, ...]] = [()]
-        for link in self.links:
-            ways = _distinct((*way, *path) for way, path in itertools.product(ways, link.paths))
-        return ways
-
-    def init(self, params: Params) -> OptState:
-        return tuple(link.init(params) for link in self.links)
-
-    def update(
-        self, updates: Updates, state: OptState, params: Params | None = None
-    ) -> tuple[Updates, OptState]:
-        states = []
-        for link, old in zip(self.links, state, strict=True):
-            updates, new = link.update(updates, old, params)
-            states.append(new)
-        return updates, tuple(states)
-
-    def rules(self, state: OptState, params: Params) -> Iterator[Rule]:
-        for link, own in zip(self.links, state, strict=True):
-            yield from link.rules(own, params)
-
-    @property
-    def step(self) -> StepFn | None:
-        return self._step if self.links and self.links[-1].step is not None else None
-
-    def _step(self, grads: Updates, state: OptState, params: Params) -> tuple[Params, OptState]:
-        if tree.leaves(state[:-1]):  # moments before the last link
-            grads = in_dtypes_of(params, grads)
-        grads, heads = chain(*self.links[:-1]).update(grads, state[:-1], params)
-        params, last = step_or_update(self.links[-1], grads, state[-1], params)
-        return params, (*heads, last)
 
 
 def _distinct(
@@ -188,7 +189,7 @@ class PartitionState(NamedTuple):
 
 
 @dataclass(frozen=True, init=False)
-class partition(GradientTransformation):
+class partition(Combined):
     """Transform each leaf according to its label.
 
     Each transformation sees the tree with None in place of leaves with other labels; an unused label costs nothing.
@@ -247,29 +248,16 @@ class partition(GradientTransformation):
         groups = self._groups(params)
         return PartitionState({name: tx.init(select(params, flags)) for name, (tx, flags) in groups.items()})
 
-    def update(
-        self, updates: Updates, state: PartitionState, params: Params | None = None
-    ) -> tuple[Updates, PartitionState]:
-        out, states = updates, {}
+    def run(
+        self, advance: Advance, updates: Updates, state: PartitionState, params: Any
+    ) -> tuple[Any, PartitionState]:
+        out, states = (updates if advance is by_update else need_params("partition", params)), {}
         for name, (tx, flags) in self._groups(updates if params is None else params).items():
-            inner_params = None if params is None else select(params, flags)
-            part, states[name] = tx.update(select(updates, flags), state.inner_states[name], inner_params)
+            own = None if params is None else select(params, flags)
+            part, states[name] = advance(tx, select(updates, flags), state.inner_states[name], own)
             out = replace_selected(out, flags, part)
         return out, PartitionState(states)
 
     def rules(self, state: PartitionState, params: Params) -> Iterator[Rule]:
         for name, (tx, flags) in self._groups(params).items():
             yield from tx.rules(state.inner_states[name], select(params, flags))
-
-    @property
-    def step(self) -> StepFn | None:
-        return self._step if any(tx.step is not None for tx in self.parts) else None
-
-    def _step(self, grads: Updates, state: PartitionState, params: Params) -> tuple[Params, PartitionState]:
-        out, states = need_params("partition", params), {}
-        for name, (tx, flags) in self._groups(params).items():
-            part, states[name] = step_or_update(
-                tx, select(grads, flags), state.inner_states[name], select(params, flags)
-            )
-            out = replace_selected(out, flags, part)
-        return out, PartitionState(states)

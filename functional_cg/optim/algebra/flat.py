@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from functional_cg.optim.algebra.base import (
-    Checked,
+    Advance,
+    Combined,
     GradientTransformation,
     OptState,
     Params,
-    StepFn,
     Updates,
     need_transformations,
     require,
@@ -19,7 +20,7 @@ from functional_cg.state.flat import ravel, unravel
 
 
 @dataclass(frozen=True)
-class flatten(Checked):
+class flatten(Combined):
     """Run ``inner`` on all leaves as one vector: a handful of ops, however many leaves there are.
 
     Moments become vectors, with the padding of :func:`functional_cg.state.flat.ravel` between leaves. Elementwise
@@ -62,20 +63,8 @@ class flatten(Checked):
     def init(self, params: Params) -> OptState:
         return self.inner.init(ravel(params))
 
-    def update(
-        self, updates: Updates, state: OptState, params: Params | None = None
-    ) -> tuple[Updates, OptState]:
+    def run(self, advance: Advance, updates: Updates, state: OptState, params: Any) -> tuple[Any, OptState]:
         like = updates if params is None else params
         vector = None if params is None else ravel(params)
-        out, state = self.inner.update(ravel(updates, like), state, vector)
+        out, state = advance(self.inner, ravel(in_dtypes_of(like, updates), like), state, vector)
         return unravel(like, out), state
-
-    @property
-    def step(self) -> StepFn | None:
-        return self._step if self.inner.step is not None else None
-
-    def _step(self, grads: Updates, state: OptState, params: Params) -> tuple[Params, OptState]:
-        inner_step = self.inner.step
-        assert inner_step is not None
-        vector, state = inner_step(ravel(in_dtypes_of(params, grads), params), state, ravel(params))
-        return unravel(params, vector), state

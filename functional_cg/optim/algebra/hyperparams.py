@@ -12,16 +12,15 @@ from torch import Tensor
 
 from functional_cg import tree
 from functional_cg.optim.algebra.base import (
+    Advance,
+    Combined,
     GradientTransformation,
     OptState,
     Params,
     Rule,
-    StepFn,
     Updates,
     device_of,
-    need_params,
     require,
-    step_or_update,
     zero_count,
 )
 from functional_cg.optim.algebra.schedules import Schedule
@@ -95,7 +94,7 @@ class inject_hyperparams:
 
 
 @dataclass(frozen=True, repr=False)
-class InjectedTransformation(GradientTransformation):
+class InjectedTransformation(Combined):
     """The result of ``inject_hyperparams(factory)(...)``; ``prototype`` has the numbers as constants."""
 
     factory: Callable[..., GradientTransformation]
@@ -141,33 +140,17 @@ class InjectedTransformation(GradientTransformation):
         count = zero_count(params) if _scheduled(self.arguments, self.static_args) else None
         return InjectHyperparamsState(numbers, self._make(numbers, count).init(params), count)
 
-    def update(
-        self, updates: Updates, state: InjectHyperparamsState, params: Params | None = None
-    ) -> tuple[Updates, InjectHyperparamsState]:
+    def run(
+        self, advance: Advance, updates: Updates, state: InjectHyperparamsState, params: Any
+    ) -> tuple[Any, InjectHyperparamsState]:
         tx = self._make(state.hyperparams, state.count)
-        updates, inner = tx.update(updates, state.inner_state, params)
-        return updates, self._next(state, inner)
-
-    @staticmethod
-    def _next(state: InjectHyperparamsState, inner: OptState) -> InjectHyperparamsState:
+        out, inner = advance(tx, updates, state.inner_state, params)
         count = None if state.count is None else state.count + 1
-        return InjectHyperparamsState(state.hyperparams, inner, count)
+        return out, InjectHyperparamsState(state.hyperparams, inner, count)
 
     def rules(self, state: InjectHyperparamsState, params: Params) -> Iterator[Rule]:
         yield self, InjectHyperparamsState({}, None, state.count), params
         yield from self._make(state.hyperparams, state.count).rules(state.inner_state, params)
-
-    @property
-    def step(self) -> StepFn | None:
-        return self._step if self.prototype.step is not None else None
-
-    def _step(
-        self, grads: Updates, state: InjectHyperparamsState, params: Params
-    ) -> tuple[Params, InjectHyperparamsState]:
-        params = need_params("inject_hyperparams", params)
-        tx = self._make(state.hyperparams, state.count)
-        params, inner = step_or_update(tx, grads, state.inner_state, params)
-        return params, self._next(state, inner)
 
 
 def _scheduled(arguments: Arguments, static_args: tuple[str, ...]) -> list[tuple[str, Schedule]]:

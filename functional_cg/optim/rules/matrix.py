@@ -20,7 +20,6 @@ from functional_cg.optim.algebra.base import (
     Params,
     Scalar,
     ScalarOrSchedule,
-    StepFn,
     require,
 )
 from functional_cg.optim.algebra.combine import chain, partition
@@ -188,7 +187,3 @@ class muon(Alias):
             "adamw": adamw(rest, weight_decay=self.weight_decay),
         }
         return (partition(parted, _matrices if self.labels is None else self.labels),)
-
-    @property
-    def step(self) -> StepFn | None:
-        return chain(*self.links).step

@@ -79,10 +79,10 @@ class stochastic_rounding(Around):
         self, updates: Updates, state: StochasticRoundingState, params: Params | None = None
     ) -> tuple[Updates, StochasticRoundingState]:
         params = need_params("stochastic_rounding", params)
-        new, state = self._step(updates, state, params)
+        new, state = self.advance(updates, state, params)
         return tree.map(lambda q, p: _wide(q) - _wide(p), new, params), state
 
-    def _step(
+    def advance(
         self, grads: Updates, state: StochasticRoundingState, params: Params
     ) -> tuple[Params, StochasticRoundingState]:
         wide = tree.map(_wide, params)
