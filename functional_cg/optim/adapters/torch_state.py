@@ -218,7 +218,6 @@ def _opened(state: Any, function: str) -> tuple[dict[str, Tensor], Any]:
 
 def _surveyed(plain: Any, opt_state: Any) -> Survey:
     found = surveyed(plain.optimizer, opt_state, tree.map(as_real, plain.params))
-    every = names_of(tree.flatten(plain.params)[1])
     if found.unknown:
         raise LayoutError.of(
             "",
@@ -227,9 +226,6 @@ def _surveyed(plain: Any, opt_state: Any) -> Survey:
             fix="move the state with an optimizer of links that torch.optim has: `sgd`, `adam`, `adamw`, `rmsprop`, "
             "with clips before them and rates behind.",
         )
-    for name in every:
-        found.slots.setdefault(name, {})
-        found.numbers.setdefault(name, {})
     return found
 
 

@@ -141,8 +141,10 @@ def refuse_without_rate(name: str, tx: Any) -> None:
       ValueError: Names the missing link.
     """
     for path in tx.paths:
-        rates = [link for link in path if link.descends]
-        late = [link for link in path[path.index(rates[0]) + 1 :] if link.takes_gradients] if rates else []
+        rates = [link for link in path if link.role == "rate"]
+        late = (
+            [link for link in path[path.index(rates[0]) + 1 :] if link.role == "direction"] if rates else []
+        )
         require(
             len(rates) < 2,
             f"{name}: the optimizer has {len(rates)} learning rates in a row: {', then '.join(map(repr, rates))}. Each "
@@ -157,7 +159,7 @@ def refuse_without_rate(name: str, tx: Any) -> None:
                 f"learning rate, `optim.chain(optim.{type(link).__name__}(...), optim.{type(rate).__name__}(...))`.",
             )
         require(
-            any(link.settles for link in path),
+            any(link.role in ("rate", "step", "trusted") for link in path),
             f"{name}: the optimizer has no learning rate: {(path or (tx,))[-1]!r} makes a direction, and added to the "
             "parameters it would lead uphill.\nTo fix: put one behind it, "
             "`optim.chain(..., optim.scale_by_learning_rate(1e-3))`; or use an optimizer that has one, such as "

@@ -43,8 +43,6 @@ Params = Any  # PyTree of floating tensors
 Updates = Any  # PyTree like Params
 OptState = Any  # PyTree of tensors
 
-_OWN = "functional_cg.optim."
-
 InitFn = Callable[[Params], OptState]
 UpdateFn = Callable[[Updates, OptState, Params | None], tuple[Updates, OptState]]
 StepFn = Callable[[Updates, OptState, Params], tuple[Params, OptState]]
@@ -116,10 +114,10 @@ class GradientTransformation(metaclass=Documented):
         """For each leaf of ``state``, as :meth:`rules` yields it, the position of its parameter; None if shared."""
         return owners_by_path(state, params)
 
-    # Whether it turns directions into steps downhill: by a learning rate, with the sign turned.
-    descends: ClassVar[bool] = False
-    # Whether nothing is left of a learning rate in front of it: it makes steps of one size, or adds to them.
-    takes_gradients: ClassVar[bool] = False
+    # What it does with a learning rate: "rate" applies one and turns the sign; "direction" makes a direction, in which
+    # nothing is left of a rate in front of it; "step" makes steps downhill; "neutral" keeps sign and size; a
+    # transformation of yours is "trusted" to go with the others.
+    role: str = "trusted"
 
     @property
     def paths(self) -> list[tuple[GradientTransformation, ...]]:
@@ -129,13 +127,7 @@ class GradientTransformation(metaclass=Documented):
     @property
     def applies_learning_rate(self) -> bool:
         """Whether the updates are ready to be added to the parameters."""
-        return self.descends or any(part.applies_learning_rate for part in self.parts)
-
-    @property
-    def settles(self) -> bool:
-        """Whether its updates need no learning rate behind it; user-defined links are trusted to scale."""
-        known = type(self).__module__.startswith(_OWN) and not isinstance(self, FromFunctions)
-        return self.applies_learning_rate or not known
+        return any(link.role in ("rate", "step") for path in self.paths for link in path)
 
     @property
     def acts_per_leaf(self) -> bool:
@@ -188,12 +180,14 @@ class FromFunctions(GradientTransformation):
         return self.step_fn
 
     @property
-    def applies_learning_rate(self) -> bool:
-        return self.step_fn is not None
+    def role(self) -> str:  # type: ignore[override]
+        return "trusted" if self.step_fn is None else "step"
 
 
 class Checked(GradientTransformation):
     """A transformation of this package: its arguments are checked, and stored such that it is a value."""
+
+    role = "neutral"
 
     def __post_init__(self) -> None:
         seed = partial(seed_of, type(self).__name__)
@@ -257,13 +251,13 @@ class Link(Checked):
 class Direction(Link):
     """A link that makes a direction out of gradients: nothing is left of a learning rate in front of it."""
 
-    takes_gradients = True
+    role = "direction"
 
 
 class Optimizer(Checked):
     """A transformation whose updates are ready to be added to the parameters."""
 
-    descends = True
+    role = "rate"
 
     @property
     def paths(self) -> list[tuple[GradientTransformation, ...]]:

@@ -1,4 +1,4 @@
-"""Combines transformations: in sequence, on part of the tree, or by label."""
+"""Combines transformations: in sequence, on part of the tree, by label, or on one vector."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from functional_cg.optim.algebra.selection import (
     select,
     thaw,
 )
+from functional_cg.state.flat import ravel, unravel
 
 
 class Sequence(Combined):
@@ -101,13 +102,10 @@ class chain(Sequence):
 def _distinct(
     paths: Iterable[tuple[GradientTransformation, ...]],
 ) -> list[tuple[GradientTransformation, ...]]:
-    """Return the first of all paths that ``refuse_without_rate`` judges alike, whatever is before and behind them."""
+    """Return one of all paths whose links play the same roles in turn."""
     kept: dict[Any, tuple[GradientTransformation, ...]] = {}
     for path in paths:
-        rates = [i for i, link in enumerate(path) if link.descends]
-        takes = [i for i, link in enumerate(path) if link.takes_gradients]
-        late = bool(rates and takes and takes[-1] > rates[0])
-        kept.setdefault((len(rates[:2]), bool(takes), late, any(link.settles for link in path)), path)
+        kept.setdefault(tuple(link.role for link in path if link.role != "neutral"), path)
     return list(kept.values())
 
 
@@ -261,3 +259,54 @@ class partition(Combined):
     def rules(self, state: PartitionState, params: Params) -> Iterator[Rule]:
         for name, (tx, flags) in self._groups(params).items():
             yield from tx.rules(state.inner_states[name], select(params, flags))
+
+
+@dataclass(frozen=True)
+class flatten(Combined):
+    """Run ``inner`` on all leaves as one vector: a handful of ops, however many leaves there are.
+
+    Moments become vectors, with the padding of :func:`functional_cg.state.flat.ravel` between leaves. Elementwise
+    transformations give the same results as leaf by leaf, up to the last bits (SIMD blocks fall differently), and so
+    does a norm of gradients. A norm *after* moments includes their values in the padding: zero for Adam with a
+    positive ``eps``, nonzero for Yogi, which does not start at 0.
+
+    ``inner`` never sees the tree: masks and labels go around it, as in
+    ``partition({"decay": flatten(adamw(...)), "rest": flatten(adam(...))}, labels)``.
+
+    Source: ``optax.flatten``.
+
+    Attributes:
+      inner: A transformation without per-leaf norms. All leaves need one dtype and one device.
+    Raises:
+      ValueError: If ``inner`` acts leaf by leaf, as ``lamb`` does.
+
+    Example:
+      >>> import torch
+      >>> from functional_cg import optim
+      >>> optimizer = optim.flatten(optim.sgd(0.5))
+      >>> params = {"w": torch.tensor([1.0, 2.0]), "b": torch.tensor(3.0)}
+      >>> optimizer.step(params, optimizer.init(params), params)[0]
+      {'w': tensor([0.5000, 1.0000]), 'b': tensor(1.5000)}
+    """
+
+    inner: GradientTransformation
+
+    def __post_init__(self) -> None:
+        need_transformations("flatten", self.inner)
+        require(
+            not self.inner.acts_per_leaf,
+            f"flatten: {self.inner!r} takes a norm per leaf, or a draw; on one vector it would be another optimizer",
+        )
+
+    @property
+    def parts(self) -> tuple[GradientTransformation, ...]:
+        return (self.inner,)
+
+    def init(self, params: Params) -> OptState:
+        return self.inner.init(ravel(params))
+
+    def run(self, advance: Advance, updates: Updates, state: OptState, params: Any) -> tuple[Any, OptState]:
+        like = updates if params is None else params
+        vector = None if params is None else ravel(params)
+        out, state = advance(self.inner, ravel(in_dtypes_of(like, updates), like), state, vector)
+        return unravel(like, out), state

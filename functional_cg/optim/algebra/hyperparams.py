@@ -108,13 +108,9 @@ class InjectedTransformation(Combined):
         return f"inject_hyperparams({name}{static})({', '.join(f'{k}={v!r}' for k, v in self.arguments)})"
 
     def _make(self, hyperparams: dict[str, Any], count: Tensor | None) -> GradientTransformation:
-        arguments = {name: thaw(value) for name, value in self.arguments}
-        numbers: dict[str, Any] = {}
-        if count is not None:
-            numbers = {
-                name: schedule(count) for name, schedule in _scheduled(self.arguments, self.static_args)
-            }
-        return self.factory(**{**arguments, **hyperparams, **numbers})
+        constants = {name: thaw(value) for name, value in self.arguments}
+        schedules = _scheduled(self.arguments, self.static_args)  # without any, there is no count
+        return self.factory(**{**constants, **hyperparams, **{name: now(count) for name, now in schedules}})
 
     @property
     def parts(self) -> tuple[GradientTransformation, ...]:

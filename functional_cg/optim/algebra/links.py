@@ -45,7 +45,7 @@ class identity(Link):
 class set_to_zero(Link):
     """Replace updates with zeros; use with ``partition`` to freeze parameters. Source: ``optax.set_to_zero``."""
 
-    settles = True
+    role = "trusted"
 
     def leaf(self, n: Any, u: Tensor, p: Any) -> Tensor:
         return torch.zeros_like(u)
@@ -65,12 +65,10 @@ class scale(Link):
         return u * n.step_size(u)  # type: ignore[no-any-return]
 
     @property
-    def applies_learning_rate(self) -> bool:
-        return isinstance(self.step_size, (int, float)) and self.step_size < 0
-
-    @property
-    def settles(self) -> bool:
-        return isinstance(self.step_size, Tensor) or self.step_size < 0
+    def role(self) -> str:  # type: ignore[override]
+        if isinstance(self.step_size, Tensor):
+            return "trusted"
+        return "step" if self.step_size < 0 else "neutral"
 
 
 class ScaleByScheduleState(NamedTuple):
@@ -92,7 +90,6 @@ class scale_by_schedule(Link):
     schedule: Any
 
     keeps = ScaleByScheduleState
-    applies_learning_rate = True
 
     def begin(self, state: ScaleByScheduleState) -> tuple[Any, dict[str, Scalar]]:
         return ScaleByScheduleState(state.count + 1), {"factor": rate_at(self.schedule, state.count)}
@@ -101,9 +98,11 @@ class scale_by_schedule(Link):
         return u * n.factor(u)  # type: ignore[no-any-return]
 
     @property
-    def settles(self) -> bool:
+    def role(self) -> str:  # type: ignore[override]
         """Positive schedules leave the sign to another link."""
-        return not isinstance(self.schedule, Schedule) or all(self.schedule(t) <= 0 for t in (0, 1, 1000))
+        if not isinstance(self.schedule, Schedule):
+            return "step"
+        return "step" if all(self.schedule(t) <= 0 for t in (0, 1, 1000)) else "neutral"
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class scale_by_learning_rate(Checked):
 
     learning_rate: ScalarOrSchedule
 
-    descends = True
+    role = "rate"
 
     def init(self, params: Params) -> OptState:
         return ScaleByScheduleState(zero_count(params)) if callable(self.learning_rate) else EmptyState()

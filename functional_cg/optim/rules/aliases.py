@@ -41,7 +41,7 @@ class Alias(Sequence):
     learning rate.
     """
 
-    descends = True
+    role = "rate"
     rule: ClassVar[tuple[type[GradientTransformation], ...]]
     learning_rate: ScalarOrSchedule
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from functional_cg import tree
-from functional_cg.optim.algebra.arithmetic import averaged, norm, where_selected
+from functional_cg.optim.algebra.arithmetic import averaged, norm, placed_like, where_selected, whole
 from functional_cg.optim.algebra.base import (
     Direction,
     GradientTransformation,
@@ -31,7 +31,6 @@ from functional_cg.optim.algebra.base import (
 )
 from functional_cg.optim.algebra.combine import chain
 from functional_cg.optim.algebra.links import Mask, descend
-from functional_cg.optim.algebra.whole import placed_like, whole
 
 
 class ScaleByFactoredRmsState(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from functional_cg import tree
 from functional_cg.errors import LayoutError
-from functional_cg.optim.algebra.arithmetic import averaged
+from functional_cg.optim.algebra.arithmetic import averaged, placed_like, whole
 from functional_cg.optim.algebra.base import (
     Direction,
     GradientTransformation,
@@ -24,7 +24,6 @@ from functional_cg.optim.algebra.base import (
 )
 from functional_cg.optim.algebra.combine import chain, partition
 from functional_cg.optim.algebra.links import TraceState, add_decayed_weights, scale_by_learning_rate
-from functional_cg.optim.algebra.whole import placed_like, whole
 from functional_cg.optim.rules.adam import adamw
 from functional_cg.optim.rules.aliases import Alias
 

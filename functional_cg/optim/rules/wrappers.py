@@ -29,7 +29,7 @@ from functional_cg.optim.algebra.base import (
     zero_count,
 )
 from functional_cg.optim.algebra.fitting import in_dtypes_of
-from functional_cg.optim.rules.clipping import global_norm
+from functional_cg.optim.rules.gradients import global_norm
 
 from ...tensors.parts import as_complex, as_real
 
