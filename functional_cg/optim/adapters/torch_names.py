@@ -97,14 +97,14 @@ class Survey(NamedTuple):
 
     Attributes:
       slots: Name -> key in torch's state -> the leaf that holds it.
-      counts: A leaf that several parameters share, its key in torch's state (None: torch has none), and their names.
+      counts: The leaves that count updates, and have no key in torch's state.
       numbers: Name -> key in torch's group -> the number of the transformation.
       of_groups: Name -> key in torch's group -> the leaf that holds it.
       unknown: What no class of torch.optim computes.
     """
 
     slots: dict[str, dict[str, Tensor]]
-    counts: list[tuple[Tensor, str | None, list[str]]]
+    counts: list[Tensor]
     numbers: dict[str, dict[str, Any]]
     of_groups: dict[str, dict[str, Tensor]]
     unknown: list[str]
@@ -119,7 +119,7 @@ def surveyed(tx: GradientTransformation, state: OptState, params: Params) -> Sur
         members = names_of(tree.flatten(part)[1], "optim", "params")
         if isinstance(rule, InjectedTransformation):
             if own.count is not None:
-                out.counts.append((own.count, None, members))
+                out.counts.append(own.count)
             continue
         if isinstance(rule, Adapted):
             _of_class(out, rule, own, members, part)
@@ -138,11 +138,9 @@ def surveyed(tx: GradientTransformation, state: OptState, params: Params) -> Sur
 
 def _kind(rule: Any) -> str:
     """One letter for what a link does, for ``_ORDER``."""
-    if isinstance(rule, Adapted):
-        return "m"
-    if type(rule) not in BY_TORCH or not getattr(rule, "bias_correction", True):
-        return "g" if type(rule) not in BY_TORCH else "x"
-    return BY_TORCH[type(rule)].kind
+    if type(rule) in BY_TORCH:
+        return BY_TORCH[type(rule)].kind if getattr(rule, "bias_correction", True) else "x"
+    return "m" if isinstance(rule, Adapted) else "g"
 
 
 def _of_rule(out: Survey, rule: Any, own: Any, members: list[str], part: Params) -> None:
@@ -152,11 +150,14 @@ def _of_rule(out: Survey, rule: Any, own: Any, members: list[str], part: Params)
         value = fields.get(name)
         if value is None:
             continue
-        if isinstance(value, Tensor) and (key is None or key in ("step", "mu_product")):
-            out.counts.append((value, key, members))
+        if key is None:
+            out.counts.append(value)
             continue
-        for member, leaf in zip(members, tree.leaves(value), strict=True):
-            out.slots[member][str(key)] = leaf
+        shared = key in ("step", "mu_product")
+        for member, leaf in zip(
+            members, [value] * len(members) if shared else tree.leaves(value), strict=True
+        ):
+            out.slots[member][key] = leaf
     for member, decays in zip(members, resolve_flags(getattr(rule, "mask", None), part), strict=True):
         numbers = out.numbers[member]
         decay = getattr(rule, "weight_decay", None)
@@ -185,7 +186,7 @@ def _times(a: Any, b: Any) -> Any:
 
 
 def _of_class(out: Survey, rule: Adapted, own: Any, members: list[str], part: Params) -> None:
-    out.counts.append((own.count, None, members))
+    out.counts.append(own.count)
     for member, leaf, kept in zip(members, tree.leaves(part), own.leaves, strict=True):
         out.slots[member].update(kept["state"])
         out.of_groups[member] = kept["group"]
