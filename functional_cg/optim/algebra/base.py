@@ -35,7 +35,7 @@ from functional_cg.optim.algebra.arguments import (
 from functional_cg.optim.algebra.arguments import in_range as in_range
 from functional_cg.optim.algebra.arguments import require as require
 from functional_cg.optim.algebra.fitting import in_dtypes_of, owners_by_path
-from functional_cg.optim.algebra.selection import freeze, resolve_flags
+from functional_cg.optim.algebra.selection import FrozenTree, freeze, resolve_flags
 
 from ...manual import Documented
 
@@ -196,6 +196,11 @@ class Checked(GradientTransformation):
             object.__setattr__(self, name, stored[name](getattr(self, name)))
         check_numbers(self)
 
+    @property
+    def parts(self) -> tuple[GradientTransformation, ...]:
+        held = [value.leaves if isinstance(value, FrozenTree) else (value,) for value in vars(self).values()]
+        return tuple(one for values in held for one in values if isinstance(one, GradientTransformation))
+
 
 class Link(Checked):
     """A transformation of one leaf after the other, by :attr:`leaf`.
@@ -258,10 +263,6 @@ class Optimizer(Checked):
     """A transformation whose updates are ready to be added to the parameters."""
 
     role = "rate"
-
-    @property
-    def paths(self) -> list[tuple[GradientTransformation, ...]]:
-        return [(self,)]
 
 
 class Combined(Checked):

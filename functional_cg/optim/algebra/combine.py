@@ -154,10 +154,6 @@ class masked(Checked):
         super().__post_init__()
 
     @property
-    def parts(self) -> tuple[GradientTransformation, ...]:
-        return (self.inner,)
-
-    @property
     def paths(self) -> list[tuple[GradientTransformation, ...]]:
         return [*self.inner.paths, (self,)]  # what it passes through is as it came
 
@@ -222,10 +218,6 @@ class partition(Combined):
         need_transformations("partition", *frozen.thaw().values())
         object.__setattr__(self, "transforms", frozen)
         object.__setattr__(self, "labels", freeze(labels))
-
-    @property
-    def parts(self) -> tuple[GradientTransformation, ...]:
-        return self.transforms.leaves
 
     def _groups(self, params: Params) -> dict[Any, tuple[GradientTransformation, list[bool]]]:
         """Map each label in use to its transformation and to a flag per leaf."""
@@ -297,10 +289,6 @@ class flatten(Combined):
             not self.inner.acts_per_leaf,
             f"flatten: {self.inner!r} takes a norm per leaf, or a draw; on one vector it would be another optimizer",
         )
-
-    @property
-    def parts(self) -> tuple[GradientTransformation, ...]:
-        return (self.inner,)
 
     def init(self, params: Params) -> OptState:
         return self.inner.init(ravel(params))

@@ -113,10 +113,6 @@ class InjectedTransformation(Combined):
         return self.factory(**{**constants, **hyperparams, **{name: now(count) for name, now in schedules}})
 
     @property
-    def parts(self) -> tuple[GradientTransformation, ...]:
-        return (self.prototype,)
-
-    @property
     def injected(self) -> dict[str, float]:
         """The numbers moved into the state."""
         return {

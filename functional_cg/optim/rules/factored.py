@@ -220,10 +220,12 @@ class adafactor(Optimizer):
         pair = isinstance(self.eps, (tuple, list)) and len(self.eps) == 2
         require(pair, f"adafactor: eps is a pair, got {self.eps!r}")
         object.__setattr__(self, "eps", tuple(self.eps))
-        _ = self.parts  # each checks its own arguments
+        _ = self.links  # each checks its own arguments
+
+    acts_per_leaf = True
 
     @property
-    def parts(self) -> tuple[GradientTransformation, ...]:
+    def links(self) -> tuple[GradientTransformation, ...]:
         return (
             scale_by_factored_rms(self.decay_rate, self.eps[0]),
             clip_by_rms(self.clipping_threshold),
@@ -239,7 +241,7 @@ class adafactor(Optimizer):
         params = need_params("adafactor", params)
         rate = rate_at(self.learning_rate, state.count)
         bound = (state.count + 1).to(torch.float64).rsqrt()
-        updates, (state, *_) = chain(*self.parts).update(updates, (state, (), ()), params)
+        updates, (state, *_) = chain(*self.links).update(updates, (state, (), ()), params)
         decay = Shared(rate * self.weight_decay)
         moved = descend(updates, bound.clamp(max=rate))
         return where_selected(self.mask, lambda u, p: u - decay(p) * p, moved, params), state

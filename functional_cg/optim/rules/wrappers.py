@@ -54,14 +54,6 @@ class Around(Stepper):
         need_steps(type(self).__name__, self.inner)
         super().__post_init__()
 
-    @property
-    def parts(self) -> tuple[GradientTransformation, ...]:
-        return (self.inner,)
-
-    @property
-    def paths(self) -> list[tuple[GradientTransformation, ...]]:
-        return self.inner.paths
-
     def rules(self, state: Any, params: Params) -> Iterator[Rule]:
         yield self, state._replace(inner_state=None), params
         yield from self.inner.rules(state.inner_state, params)
