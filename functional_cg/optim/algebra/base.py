@@ -115,8 +115,8 @@ class GradientTransformation(metaclass=Documented):
         return owners_by_path(state, params)
 
     # What it does with a learning rate: "rate" applies one and turns the sign; "direction" makes a direction, in which
-    # nothing is left of a rate in front of it; "step" makes steps downhill; "neutral" keeps sign and size; a
-    # transformation of yours is "trusted" to go with the others.
+    # nothing is left of a rate in front of it; "step" makes steps downhill; "factor" is a learning rate
+    # that leaves the sign to others; "neutral" keeps sign and size; yours are "trusted" to go with the others.
     role: str = "trusted"
 
     @property
@@ -127,7 +127,7 @@ class GradientTransformation(metaclass=Documented):
     @property
     def applies_learning_rate(self) -> bool:
         """Whether the updates are ready to be added to the parameters."""
-        return any(link.role in ("rate", "step") for path in self.paths for link in path)
+        return any(link.role in ("rate", "step", "factor") for path in self.paths for link in path)
 
     @property
     def acts_per_leaf(self) -> bool:

@@ -105,7 +105,11 @@ def _distinct(
     """Return one of all paths whose links play the same roles in turn."""
     kept: dict[Any, tuple[GradientTransformation, ...]] = {}
     for path in paths:
-        kept.setdefault(tuple(link.role for link in path if link.role != "neutral"), path)
+        roles = [link.role for link in path if link.role != "neutral"]
+        pairs = zip(
+            roles, ["", *roles], strict=False
+        )  # one after another of its kind changes nothing, but for rates
+        kept.setdefault(tuple(role for role, last in pairs if role != last or role == "rate"), path)
     return list(kept.values())
 
 

@@ -102,7 +102,7 @@ class scale_by_schedule(Link):
         """Positive schedules leave the sign to another link."""
         if not isinstance(self.schedule, Schedule):
             return "step"
-        return "step" if all(self.schedule(t) <= 0 for t in (0, 1, 1000)) else "neutral"
+        return "step" if all(self.schedule(t) <= 0 for t in (0, 1, 1000)) else "factor"
 
 
 @dataclass(frozen=True)

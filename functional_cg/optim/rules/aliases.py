@@ -21,6 +21,7 @@ from torch import Tensor
 from functional_cg.ambient.own_work import hand_back
 from functional_cg.optim.algebra.base import (
     GradientTransformation,
+    Optimizer,
     OptState,
     Params,
     ScalarOrSchedule,
@@ -34,14 +35,13 @@ from functional_cg.optim.algebra.selection import resolve_flags
 from functional_cg.optim.rules import fused as _fused
 
 
-class Alias(Sequence):
+class Alias(Optimizer, Sequence):
     """An optimizer that is short for a chain; its state is that of the chain, a tuple.
 
     The chain is the links of the classes ``rule``, each made of the fields that have the names of its own, and the
     learning rate.
     """
 
-    role = "rate"
     rule: ClassVar[tuple[type[GradientTransformation], ...]]
     learning_rate: ScalarOrSchedule
 
