@@ -245,12 +245,12 @@ class Link(Checked):
             out = self.leaf(n, u, p, *kept) if on else (u, *kept)
             rows.append(out if isinstance(out, tuple) else (out,))
         out, *new = ([row[i] for row in rows] for i in range(1 + len(names)))
-        kept = {
+        changed = {
             name: tree.unflatten(treedef, column)
             for name, column in zip(names, new, strict=True)
             if getattr(state, name) is not None
         }
-        return tree.unflatten(treedef, out), state._replace(**kept) if kept else state
+        return tree.unflatten(treedef, out), state._replace(**changed) if changed else state
 
 
 class Direction(Link):

@@ -110,7 +110,7 @@ class InjectedTransformation(Combined):
     def _make(self, hyperparams: dict[str, Any], count: Tensor | None) -> GradientTransformation:
         constants = {name: thaw(value) for name, value in self.arguments}
         schedules = _scheduled(self.arguments, self.static_args)  # without any, there is no count
-        return self.factory(**{**constants, **hyperparams, **{name: now(count) for name, now in schedules}})
+        return self.factory(**{**constants, **hyperparams, **{name: now(count) for name, now in schedules}})  # type: ignore[arg-type]
 
     @property
     def injected(self) -> dict[str, float]:

@@ -144,7 +144,7 @@ class clip_by_rms(Link):
 
     def leaf(self, n: Any, u: Tensor, p: Any) -> Tensor:
         size = root_mean_square(u)
-        return u / (size / n.threshold(size)).clamp(min=1).to(u.dtype)
+        return u / (size / n.threshold(size)).clamp(min=1).to(u.dtype)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

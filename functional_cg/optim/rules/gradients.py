@@ -70,7 +70,7 @@ class clip_by_norm(Link):
     def leaf(self, n: Any, u: Tensor, p: Any) -> Tensor:
         size = norm(u)
         most = n.max_norm(size)
-        return u * (most / size.clamp(min=most)).to(u.dtype)
+        return u * (most / size.clamp(min=most)).to(u.dtype)  # type: ignore[no-any-return]
 
 
 def _unit_norm(leaf: Tensor) -> Tensor:
