@@ -87,9 +87,9 @@ from functional_cg.optim.algebra.base import apply_updates as apply_updates
 from functional_cg.optim.algebra.combine import MaskedState as MaskedState
 from functional_cg.optim.algebra.combine import PartitionState as PartitionState
 from functional_cg.optim.algebra.combine import chain as chain
+from functional_cg.optim.algebra.combine import flatten as flatten
 from functional_cg.optim.algebra.combine import masked as masked
 from functional_cg.optim.algebra.combine import partition as partition
-from functional_cg.optim.algebra.flat import flatten as flatten
 from functional_cg.optim.algebra.hyperparams import InjectHyperparamsState as InjectHyperparamsState
 from functional_cg.optim.algebra.hyperparams import inject_hyperparams as inject_hyperparams
 from functional_cg.optim.algebra.hyperparams import set_hyperparams as set_hyperparams
@@ -105,8 +105,6 @@ from functional_cg.optim.algebra.links import set_to_zero as set_to_zero
 from functional_cg.optim.algebra.links import trace as trace
 from functional_cg.optim.algebra.names import by_name as by_name
 from functional_cg.optim.algebra.names import norms as norms
-from functional_cg.optim.algebra.noise import AddNoiseState as AddNoiseState
-from functional_cg.optim.algebra.noise import add_noise as add_noise
 from functional_cg.optim.algebra.schedules import Schedule as Schedule
 from functional_cg.optim.algebra.schedules import constant as constant
 from functional_cg.optim.algebra.schedules import cosine as cosine
@@ -133,8 +131,10 @@ from functional_cg.optim.rules.adam import scale_by_nadam as scale_by_nadam
 from functional_cg.optim.rules.adam import scale_by_radam as scale_by_radam
 from functional_cg.optim.rules.adam import scale_by_yogi as scale_by_yogi
 from functional_cg.optim.rules.adam import yogi as yogi
-from functional_cg.optim.rules.clipping import clip_by_global_norm as clip_by_global_norm
-from functional_cg.optim.rules.clipping import global_norm as global_norm
+from functional_cg.optim.rules.drawn import AddNoiseState as AddNoiseState
+from functional_cg.optim.rules.drawn import StochasticRoundingState as StochasticRoundingState
+from functional_cg.optim.rules.drawn import add_noise as add_noise
+from functional_cg.optim.rules.drawn import stochastic_rounding as stochastic_rounding
 from functional_cg.optim.rules.elementwise import ScaleByAdadeltaState as ScaleByAdadeltaState
 from functional_cg.optim.rules.elementwise import ScaleByLionState as ScaleByLionState
 from functional_cg.optim.rules.elementwise import ScaleByRmsState as ScaleByRmsState
@@ -155,9 +155,11 @@ from functional_cg.optim.rules.factored import scale_by_factored_rms as scale_by
 from functional_cg.optim.rules.factored import scale_by_param_rms as scale_by_param_rms
 from functional_cg.optim.rules.gradients import adaptive_clip as adaptive_clip
 from functional_cg.optim.rules.gradients import centralize as centralize
+from functional_cg.optim.rules.gradients import clip_by_global_norm as clip_by_global_norm
 from functional_cg.optim.rules.gradients import clip_by_norm as clip_by_norm
 from functional_cg.optim.rules.gradients import clip_by_value as clip_by_value
 from functional_cg.optim.rules.gradients import freeze as freeze
+from functional_cg.optim.rules.gradients import global_norm as global_norm
 from functional_cg.optim.rules.layerwise import ScaleByNovogradState as ScaleByNovogradState
 from functional_cg.optim.rules.layerwise import lars as lars
 from functional_cg.optim.rules.layerwise import novograd as novograd
@@ -165,8 +167,6 @@ from functional_cg.optim.rules.layerwise import scale_by_lars as scale_by_lars
 from functional_cg.optim.rules.layerwise import scale_by_novograd as scale_by_novograd
 from functional_cg.optim.rules.matrix import muon as muon
 from functional_cg.optim.rules.matrix import scale_by_muon as scale_by_muon
-from functional_cg.optim.rules.rounding import StochasticRoundingState as StochasticRoundingState
-from functional_cg.optim.rules.rounding import stochastic_rounding as stochastic_rounding
 from functional_cg.optim.rules.wrappers import LookaheadState as LookaheadState
 from functional_cg.optim.rules.wrappers import ScheduleFreeState as ScheduleFreeState
 from functional_cg.optim.rules.wrappers import lookahead as lookahead

@@ -117,10 +117,6 @@ def _random_bits_cuda(key: Tensor, stream: int, n: int) -> Tensor:
     return random_bits_cuda(key, stream, n)
 
 
-def _random_bits_fake(key: Tensor, stream: int, n: int) -> Tensor:
-    return key.new_empty((n,), dtype=torch.int32)
-
-
 def decompose_random_bits(key: Tensor, stream: int, n: int) -> Tensor:
     """Compute ``fcg::random_bits`` from plain ATen ops, bit for bit, so that compilers can fuse it.
 
@@ -159,7 +155,9 @@ _LIBRARY = torch.library.Library("fcg", "FRAGMENT")
 _LIBRARY.define("random_bits(Tensor key, int stream, int n) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.impl("random_bits", _random_bits_cpu, "CPU")
 _LIBRARY.impl("random_bits", _random_bits_cuda, "CUDA")
-torch.library.register_fake("fcg::random_bits", _random_bits_fake, lib=_LIBRARY)
+torch.library.register_fake(
+    "fcg::random_bits", lambda key, stream, n: key.new_empty((n,), dtype=torch.int32), lib=_LIBRARY
+)
 torch.library.register_vmap("fcg::random_bits", _random_bits_vmap, lib=_LIBRARY)
 random_bits: Callable[[Tensor, int, int], Tensor] = torch.ops.fcg.random_bits.default
 

@@ -115,7 +115,10 @@ def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable
             if leaf.is_leaf:
                 leaf.requires_grad_(False)  # so that an outer call that meets it in its graph ignores it
         if not nested:
-            value, aux = value.detach(), pytree.map(_detached, aux)
+            value, aux = (
+                value.detach(),
+                pytree.map(lambda one: one.detach() if isinstance(one, Tensor) else one, aux),
+            )
         result = (value, aux) if has_aux else value
         return result, pytree.unflatten(treedef, grads)
 
@@ -165,10 +168,6 @@ def _gradients(value: Tensor, leaves: Sequence[Tensor], *, create_graph: bool) -
     grads = torch.autograd.grad(value, leaves, create_graph=create_graph, allow_unused=True)
     # not `materialize_grads`: its zeros may be expanded, these have the layout of the leaf
     return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads, strict=True)]
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _depends_on_others(results: Iterable[Any], leaves: Sequence[Tensor]) -> bool:

@@ -6,7 +6,6 @@ so the call waits for the device.
 
 from __future__ import annotations
 
-import itertools
 import string
 import sys
 from collections.abc import Mapping, Sequence
@@ -101,61 +100,52 @@ def debug_print(text: str, /, *args: Any, **kwargs: Any) -> None:
       >>> state, _ = step(state, torch.tensor([3.0, 5.0]))
       n = 1, mean = 4.00
     """
-    template = _Template(text, args, kwargs)
+    template = _Template()
+    line = template.vformat(text, args, kwargs)
     with torch.no_grad():  # copies, since the step may write to a tensor after printing it
         values = [owned(tensor).detach().clone() for tensor in template.tensors]
-    DEBUG_PRINT(template.text, values or [torch.zeros(0)])
+    DEBUG_PRINT(line, values or [torch.zeros(0)])
 
 
-class _Template:
-    """A format string with everything except tensors filled in.
+class _Template(string.Formatter):
+    """Fills in all but the tensors, which become numbered fields of the result.
 
     Attributes:
-      text: The text, with numbered fields for the tensors.
-      tensors: The tensors.
+      tensors: The tensors, by number.
     """
 
-    def __init__(self, text: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self) -> None:
         self.tensors: list[Tensor] = []
-        self._args, self._kwargs = args, kwargs
-        self._formatter, self._automatic = string.Formatter(), itertools.count()
-        self.text = "".join(
-            _escaped(literal) + ("" if name is None else self._field(name, spec or "", conversion))
-            for literal, name, spec, conversion in self._formatter.parse(text)
-        )
 
-    def _field(self, name: str, spec: str, conversion: str | None) -> str:
-        value, spec = self._value(name), self._spec(spec)
-        if not isinstance(value, Tensor):
-            return _escaped(format(self._formatter.convert_field(value, conversion), spec))
-        self._refuse_misfit(value, spec, conversion)
-        self.tensors.append(value)
+    def parse(self, text: Any) -> Any:
+        for literal, *field in super().parse(text):
+            yield _escaped(literal), *field
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        return (value, conversion) if isinstance(value, Tensor) else super().convert_field(value, conversion)
+
+    def format_field(self, value: Any, spec: str) -> str:
+        if not (isinstance(value, tuple) and value and isinstance(value[0], Tensor)):
+            return _escaped(super().format_field(value, spec))
+        tensor, conversion = value
+        _refuse_misfit(tensor, spec, conversion)
+        self.tensors.append(tensor)
         ending = (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
         return f"{{{len(self.tensors) - 1}{ending}}}"
 
-    def _value(self, name: str) -> Any:
-        name = f"{next(self._automatic)}{name}" if not name or name[0] in ".[" else name
-        return self._formatter.get_field(name, self._args, self._kwargs)[0]
 
-    def _spec(self, text: str) -> str:
-        """Fill in the nested fields of a format, as in ``{:{width}}``."""
-        return "".join(
-            literal + ("" if name is None else format(self._value(name), spec or ""))
-            for literal, name, spec, _ in self._formatter.parse(text)
+def _refuse_misfit(tensor: Tensor, spec: str, conversion: str | None) -> None:
+    if spec and tensor.dim() and not conversion:
+        raise ValueError(
+            f"debug_print: `{{:{spec}}}` formats a number, and the tensor is {BufferSpec.of(tensor)}; "
+            "print it with `{}`, or one element of it"
         )
-
-    def _refuse_misfit(self, tensor: Tensor, spec: str, conversion: str | None) -> None:
-        if spec and tensor.dim() and not conversion:
-            raise ValueError(
-                f"debug_print: `{{:{spec}}}` formats a number, and the tensor is {BufferSpec.of(tensor)}; "
-                "print it with `{}`, or one element of it"
-            )
-        try:
-            format(self._formatter.convert_field(_sample(tensor.dtype), conversion), spec)
-        except ValueError as error:
-            raise ValueError(
-                f"debug_print: `{{:{spec}}}` does not format {BufferSpec.of(tensor)}: {error}"
-            ) from None
+    try:
+        format(string.Formatter().convert_field(_sample(tensor.dtype), conversion), spec)
+    except ValueError as error:
+        raise ValueError(
+            f"debug_print: `{{:{spec}}}` does not format {BufferSpec.of(tensor)}: {error}"
+        ) from None
 
 
 def _sample(dtype: torch.dtype) -> complex | float | int | bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
@@ -87,6 +87,7 @@ def microbatches(
             slices, treedef = sliced(name, batch, k, args)
             key = kwargs.get("key")
             total: Any = None
+            sums: Any = None
             handed: list[int] = []
             drawn: list[tuple[Tensor, Any]] = []
             for i in range(k):
@@ -103,9 +104,24 @@ def microbatches(
                     handed, kwargs[carry] = _handed_on(name, carry, kwargs, out)
                 if total is None:
                     refuse_whole_numbers(name, out, handed, carry)
-                out = _by_position(partial(_in_dtype, dtype, handed), out)
-                total = out if total is None else _by_position(partial(_sum_or_last, handed), total, out)
-            return _by_position(partial(_mean_or_last, k, handed), total)
+                total = (
+                    out if total is None else pytree.map(lambda _, new: new, total, out)
+                )  # of one structure
+                leaves, out_def = pytree.flatten(total)
+                if dtype is not None:
+                    leaves = [
+                        leaf.to(dtype) if leaf.is_floating_point() and i not in handed else leaf
+                        for i, leaf in enumerate(leaves)
+                    ]
+                sums = (
+                    leaves
+                    if sums is None
+                    else [
+                        new if i in handed else old + new
+                        for i, (old, new) in enumerate(zip(sums, leaves, strict=True))
+                    ]
+                )
+            return pytree.unflatten(out_def, [one if i in handed else one / k for i, one in enumerate(sums)])
 
         return cast("Callable[Concatenate[Params, P], Out]", wrapped)
 
@@ -128,24 +144,6 @@ def sliced(name: str, batch: Any, k: int, others: Sequence[Any] = ()) -> tuple[l
     if k > 1:
         _refuse_second_batch(name, {len(leaf) for leaf in flat}, others)
     return [rearrange(leaf, "(k b) ... -> k b ...", k=k) for leaf in flat], treedef
-
-
-def _by_position(function: Callable[..., Tensor], *trees: Any) -> Any:
-    """Map over the leaves of trees; the function also gets their flat position."""
-    treedef = pytree.flatten(trees[0])[1]
-    return pytree.map(function, pytree.unflatten(treedef, range(treedef.num_leaves)), *trees)
-
-
-def _in_dtype(dtype: torch.dtype | None, handed: Sequence[int], position: int, leaf: Tensor) -> Tensor:
-    return leaf if dtype is None or position in handed or not leaf.is_floating_point() else leaf.to(dtype)
-
-
-def _sum_or_last(handed: Sequence[int], position: int, total: Tensor, new: Tensor) -> Tensor:
-    return new if position in handed else total + new
-
-
-def _mean_or_last(k: int, handed: Sequence[int], position: int, total: Tensor) -> Tensor:
-    return total if position in handed else total / k
 
 
 def _refuse_shared(

@@ -58,6 +58,10 @@ def remat(fn: Callable[P, T], *, policy: Policy | None = None) -> Callable[P, T]
                 f"remat: `{name}` must be a function, got {type(value).__name__}.\nTo fix: {fix}."
             )
 
+    def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keeps = policy is not None and policy(op)
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
     @functools.wraps(fn)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
         # Leaves are passed one by one: torch's own search for tensors does not know these trees.
@@ -73,18 +77,8 @@ def remat(fn: Callable[P, T], *, policy: Policy | None = None) -> Callable[P, T]
 
         options: dict[str, Any] = {}
         if policy is not None:
-            options["context_fn"] = functools.partial(
-                create_selective_checkpoint_contexts, _policy_of(policy)
-            )
+            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, decide)
         out = checkpoint(on_leaves, *leaves, use_reentrant=False, preserve_rng_state=False, **options)
         return pytree.unflatten(results[0], out)  # type: ignore[no-any-return]
 
     return wrapped
-
-
-def _policy_of(policy: Policy) -> Callable[..., CheckpointPolicy]:
-    def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        del context, args, kwargs
-        return CheckpointPolicy.MUST_SAVE if policy(op) else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return decide

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,18 +15,15 @@ from functional_cg import tree
 from functional_cg.errors import LayoutError
 from functional_cg.optim.adapters.hosted import HostNumbers, RefusedError, Shelf, every_way, hosted, number
 from functional_cg.optim.algebra.base import (
-    FrozenTree,
-    Optimizer,
     Params,
     ScalarOrSchedule,
-    StepFn,
+    Stepper,
     Updates,
-    need_params,
     rate_at,
-    thaw,
     zero_count,
 )
 from functional_cg.optim.algebra.fitting import refuse_unlike
+from functional_cg.optim.algebra.selection import FrozenTree, thaw
 from functional_cg.shards.tensor import Sharded
 from functional_cg.tensors.overlap import storage_key
 
@@ -39,7 +36,7 @@ class AdaptedState(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Adapted(Optimizer):
+class Adapted(Stepper):
     """A torch optimizer class adapted by :func:`from_torch`.
 
     Attributes:
@@ -80,22 +77,11 @@ class Adapted(Optimizer):
             kept = tuple(self._first_kept(leaf) for leaf in tree.leaves(params))
         return AdaptedState(zero_count(params), kept)
 
-    def update(
-        self, updates: Updates, state: AdaptedState, params: Params | None = None
-    ) -> tuple[Updates, AdaptedState]:
-        params = need_params("from_torch", params)
-        new, state = self._step(updates, state, params)
-        return tree.map(torch.sub, new, params), state
-
     def owners(self, state: AdaptedState, params: Params) -> list[int | None]:
         counts = [len(tree.leaves(kept)) for kept in state.leaves]
         return [None, *(i for i, count in enumerate(counts) for _ in range(count))]
 
-    @property
-    def step(self) -> StepFn | None:
-        return self._step
-
-    def _step(self, grads: Updates, state: AdaptedState, params: Params) -> tuple[Params, AdaptedState]:
+    def advance(self, grads: Updates, state: AdaptedState, params: Params) -> tuple[Params, AdaptedState]:
         refuse_unlike(params, grads)
         leaves, treedef = tree.flatten(params)
         cls, first = hosted(self.cls), state.count == 0
@@ -143,8 +129,8 @@ class Adapted(Optimizer):
         """Initial state of a leaf: the values first assigned during a step with zero gradients."""
         one = _Leaf(self, hosted(self.cls), leaf, None)
         one.run(torch.zeros_like(leaf).contiguous(), None, lambda condition: True)
-        numbers = [name for name in one.moved if _is_number(one.group.get(name))]
-        kept = {"state": one.first_state(), "group": {name: one.before[name] for name in numbers}}
+        numbers = {name: one.before[name] for name in one.moved if type(one.group.get(name)) in (int, float)}
+        kept = {"state": one.first_state(), "group": numbers}
         return tree.map(torch.clone, _on_device(kept, leaf.device))
 
 
@@ -165,10 +151,6 @@ def _refuse_sharded(params: Params) -> None:
         )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Clone tensors that share storage with an earlier one."""
     seen: set[Any] = set()
@@ -181,17 +163,15 @@ def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _First(dict[Any, Any]):
-    """The state a class keeps for a parameter; remembers the first value assigned to each name."""
+    """The state a class keeps for a parameter; ``first`` has the first value assigned to each name."""
 
-    def __init__(self, made: Mapping[Any, Any]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first: dict[Any, Any] = {}
-        for name, value in made.items():
-            self[name] = value
 
     def __setitem__(self, name: Any, value: Any) -> None:
         if name not in self:
-            self.first[name] = _copied(value)
+            self.first[name] = tree.map(lambda one: one.clone() if isinstance(one, Tensor) else one, value)
         super().__setitem__(name, value)
 
 
@@ -218,8 +198,9 @@ class _Leaf:
         for place in (self.group, vars(self.optimizer)):
             lists = {name: value for name, value in place.items() if type(value) is list}
             place.update({k: Shelf(v) for k, v in lists.items() if k not in ("params", "param_groups")})
-        made = self.optimizer.state.get(self.leaf, {})
-        self.state = _First({k: v.contiguous() if isinstance(v, Tensor) else v for k, v in made.items()})
+        self.state = _First()
+        for name, value in self.optimizer.state.get(self.leaf, {}).items():
+            self.state[name] = value.contiguous() if isinstance(value, Tensor) else value
         self.optimizer.state[self.leaf] = self.state
 
     def run(self, grad: Tensor, kept: Any, ask: Callable[[Tensor], bool]) -> None:
@@ -236,21 +217,17 @@ class _Leaf:
         self.moved = [name for name, value in self._held().items() if _mark(value) != marks.get(name)]
 
     def _held(self) -> dict[str, Any]:
-        """Contents of the group and the object, except parameters and their state."""
         held = {**vars(self.optimizer), **self.group}
-        return {
-            name: value for name, value in held.items() if name not in ("state", "params", "param_groups")
-        }
+        return {key: value for key, value in held.items() if key not in ("state", "params", "param_groups")}
 
     def first_state(self) -> dict[Any, Any]:
         """The parameter's state with each value as first assigned; zeros where the structure changed later."""
-        first = self.state.first
-        return {
-            name: first[name]
-            if _structure(first[name]) == _structure(value)
-            else tree.map(torch.zeros_like, value)
-            for name, value in self.state.items()
-        }
+        kept = {}
+        for name, value in self.state.items():
+            first = self.state.first[name]
+            same = tree.flatten(first)[1] == tree.flatten(value)[1]
+            kept[name] = first if same else tree.map(torch.zeros_like, value)
+        return kept
 
 
 def _mark(value: Any) -> Any:
@@ -258,34 +235,19 @@ def _mark(value: Any) -> Any:
 
     The entries of a list may change inside: classes use them as a cache shared by all parameters.
     """
-    if isinstance(value, Tensor):
-        return id(value), value._version
-    if isinstance(value, dict):
-        return id(value), tuple((name, id(item)) for name, item in value.items())
-    if isinstance(value, (list, tuple, set)):
-        return id(value), tuple(map(id, value))
-    return id(value)
+    inside = [*value, *value.values()] if isinstance(value, dict) else value
+    items = tuple(map(id, inside)) if isinstance(inside, (list, tuple, set)) else ()
+    return id(value), getattr(value, "_version", None), items
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, (dict, list, tuple)):
-        return tree.map(_copied, value)
-    return value.clone() if isinstance(value, Tensor) else value
+def _on_device(kept: Any, device: torch.device) -> Any:
+    """What a class keeps, with its numbers as f64[]."""
 
+    def moved(value: Any) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.to(device)
+        if isinstance(value, (int, float)):
+            return number(value, device)
+        raise RefusedError(f"keeps {type(value).__name__} {value!r}")
 
-def _structure(value: Any) -> Any:
-    return tree.flatten(value)[1] if isinstance(value, (dict, list, tuple)) else None
-
-
-def _on_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, dict):
-        return {name: _on_device(item, device) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_on_device(item, device) for item in value]
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if value is None:
-        return None
-    if isinstance(value, (int, float)):
-        return number(value, device)
-    raise RefusedError(f"keeps {type(value).__name__} {value!r}")
+    return tree.map(moved, kept)

@@ -13,8 +13,8 @@ from functional_cg.ambient.setting import inside_a_step
 from functional_cg.errors import CaptureError
 from functional_cg.optim.adapters.adapted import Adapted
 from functional_cg.optim.adapters.hosted import RefusedError
-from functional_cg.optim.algebra.base import freeze
 from functional_cg.optim.algebra.schedules import Schedule
+from functional_cg.optim.algebra.selection import freeze
 
 STEPS = 12  # steps to compare
 TOLERANCE = 1e-5  # in f64, relative to how far a leaf has moved: some classes compute in f32
@@ -74,14 +74,15 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Adapted:
             why="It runs the class to compare, which is no part of the step.",
             fix="make the optimizer once, outside: `TrainState.create(params=params, optimizer=from_torch(...))`.",
         )
-    reasons: list[str] = []
     for joined in (False, True):
         candidate = Adapted(cls, learning_rate, pairs, joined=joined)
-        reason = _difference(candidate)
-        if not reason:
+        try:
+            _prove(candidate)
+        except RefusedError as error:
+            reason = str(error)
+        else:
             return candidate
-        reasons.append(reason)
-    raise _refusal(cls, reasons[-1])
+    raise _refusal(cls, reason)
 
 
 def _refusal(cls: type, reason: str) -> CaptureError:
@@ -98,35 +99,27 @@ def _refusal(cls: type, reason: str) -> CaptureError:
     )
 
 
-def _problem(shapes: Any) -> tuple[list[Tensor], list[list[Tensor]]]:
-    generator = torch.Generator().manual_seed(0)
-
-    def tensors() -> list[Tensor]:
-        return [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
-
-    return tensors(), [tensors() for _ in range(STEPS)]
-
-
 def _constructed(tx: Adapted) -> tuple[Any, list[Tensor], list[list[Tensor]]]:
     """Construct the class on the leaves to compare on, with gradients for them."""
-    for shapes in _SHAPES[:-1]:
-        params, grads = _problem(shapes)
+    for shapes in _SHAPES:
+        generator = torch.Generator().manual_seed(0)
+        params, *grads = (
+            [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
+            for _ in range(1 + STEPS)
+        )
         try:
             return tx.made(params), params, grads
-        except ValueError:
-            continue  # accepts only matrices, or has wrong arguments, which fail for matrices too
-    params, grads = _problem(_SHAPES[-1])
-    return tx.made(params), params, grads
+        except ValueError:  # accepts only matrices, or has wrong arguments, which fail for matrices too
+            if shapes is _SHAPES[-1]:
+                raise
+        except Exception as error:
+            raise RefusedError(f"cannot be constructed of parameters: {_words(error)}") from error
+    raise AssertionError
 
 
-def _difference(tx: Adapted) -> str:
-    """Describe how an adapted class differs from the original; empty if it does not."""
-    try:
-        optimizer, theirs, steps = _constructed(tx)
-    except ValueError:
-        raise  # the class's own complaint about its arguments
-    except Exception as error:
-        return f"cannot be constructed of parameters: {_words(error)}"
+def _prove(tx: Adapted) -> None:
+    """Run an adapted class and the original side by side; raises ``RefusedError``, which says how they differ."""
+    optimizer, theirs, steps = _constructed(tx)
     start, rate = [leaf.clone() for leaf in theirs], tx.learning_rate
     ours = start
     try:
@@ -139,24 +132,26 @@ def _difference(tx: Adapted) -> str:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 optimizer.step()
-            ours, state = tx._step(grads, state, ours)
-            if not all(torch.isfinite(leaf).all() for leaf in theirs):
-                return f"is not finite at step {count + 1} with these arguments: nothing to compare"
-            gap = max(_gap(*three) for three in zip(ours, theirs, start, strict=True))
-            if not gap <= TOLERANCE:
-                return (
-                    f"differs from itself as a function at step {count + 1}, by {gap:.1e} of the way so far"
-                )
-    except RefusedError as error:
-        return str(error)
+            ours, state = tx.advance(grads, state, ours)
+            _compare(ours, theirs, start, count + 1)
+    except RefusedError:
+        raise
     except Exception as error:
-        return f"its step raises {_words(error)}"
-    return ""
+        raise RefusedError(f"its step raises {_words(error)}") from error
 
 
-def _gap(ours: Tensor, theirs: Tensor, start: Tensor) -> float:
-    smallest = torch.finfo(start.dtype).tiny  # for a leaf that has not moved yet
-    return float((ours - theirs).abs().max() / (theirs - start).abs().max().clamp(min=smallest))
+def _compare(ours: list[Tensor], theirs: list[Tensor], start: list[Tensor], step: int) -> None:
+    if not all(torch.isfinite(leaf).all() for leaf in theirs):
+        raise RefusedError(f"is not finite at step {step} with these arguments: nothing to compare")
+    smallest = torch.finfo(torch.float64).tiny  # for a leaf that has not moved yet
+    gap = max(
+        float((a - b).abs().max() / (b - before).abs().max().clamp(min=smallest))
+        for a, b, before in zip(ours, theirs, start, strict=True)
+    )
+    if not gap <= TOLERANCE:
+        raise RefusedError(
+            f"differs from itself as a function at step {step}, by {gap:.1e} of the way so far"
+        )
 
 
 def _words(error: Exception) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from functional_cg import tree
 from functional_cg.checkpoint import names_of
 from functional_cg.optim.adapters.adapted import Adapted
-from functional_cg.optim.algebra.base import GradientTransformation, OptState, Params, thaw
+from functional_cg.optim.algebra.base import GradientTransformation, OptState, Params
 from functional_cg.optim.algebra.hyperparams import InjectedTransformation
 from functional_cg.optim.algebra.links import (
     add_decayed_weights,
@@ -21,7 +21,7 @@ from functional_cg.optim.algebra.links import (
     scale_by_schedule,
     trace,
 )
-from functional_cg.optim.algebra.selection import resolve_flags
+from functional_cg.optim.algebra.selection import resolve_flags, thaw
 from functional_cg.optim.rules.adam import (
     scale_by_adam,
     scale_by_adamax,
@@ -36,11 +36,13 @@ class Names(NamedTuple):
     """The names that torch has for a transformation.
 
     Attributes:
+      kind: A letter, for the order in which torch applies it.
       state: Field -> key in torch's state of a parameter; None for a count that torch does not keep.
       numbers: Attribute -> key in a parameter group; with an index, one of a tuple, as in ``betas``.
       fixed: Key in a parameter group -> the only value with this formula.
     """
 
+    kind: str
     state: tuple[tuple[str, str | None], ...] = ()
     numbers: tuple[tuple[str, str], ...] = ()
     fixed: tuple[tuple[str, Any], ...] = ()
@@ -51,32 +53,35 @@ _MOMENTS = (("count", "step"), ("mu", "exp_avg"), ("nu", "exp_avg_sq"))
 
 BY_TORCH: Mapping[type, Names] = MappingProxyType(
     {
-        trace: Names((("trace", "momentum_buffer"),), (("decay", "momentum"), ("nesterov", "nesterov"))),
-        scale_by_adam: Names(_MOMENTS, _BETAS, (("amsgrad", False),)),
-        scale_by_amsgrad: Names((*_MOMENTS, ("nu_max", "max_exp_avg_sq")), _BETAS, (("amsgrad", True),)),
-        scale_by_adamax: Names((("count", "step"), ("mu", "exp_avg"), ("nu", "exp_inf")), _BETAS),
+        trace: Names("t", (("trace", "momentum_buffer"),), (("decay", "momentum"), ("nesterov", "nesterov"))),
+        scale_by_adam: Names("M", _MOMENTS, _BETAS, (("amsgrad", False),)),
+        scale_by_amsgrad: Names("M", (*_MOMENTS, ("nu_max", "max_exp_avg_sq")), _BETAS, (("amsgrad", True),)),
+        scale_by_adamax: Names("m", (("count", "step"), ("mu", "exp_avg"), ("nu", "exp_inf")), _BETAS),
         scale_by_nadam: Names(
-            (*_MOMENTS, ("product", "mu_product")), (*_BETAS, ("momentum_decay", "momentum_decay"))
+            "M", (*_MOMENTS, ("product", "mu_product")), (*_BETAS, ("momentum_decay", "momentum_decay"))
         ),
-        scale_by_radam: Names(_MOMENTS, _BETAS),
-        scale_by_rss: Names((("count", "step"), ("sum_of_squares", "sum")), (("eps", "eps"),)),
+        scale_by_radam: Names("M", _MOMENTS, _BETAS),
+        scale_by_rss: Names("m", (("count", "step"), ("sum_of_squares", "sum")), (("eps", "eps"),)),
         scale_by_rms: Names(
+            "R",
             (("nu", "square_avg"), ("mu", "grad_avg")),
             (("decay", "alpha"), ("eps", "eps"), ("centered", "centered")),
         ),
         scale_by_adadelta: Names(
-            (("of_updates", "square_avg"), ("of_deltas", "acc_delta")), (("decay", "rho"), ("eps", "eps"))
+            "m",
+            (("of_updates", "square_avg"), ("of_deltas", "acc_delta")),
+            (("decay", "rho"), ("eps", "eps")),
         ),
-        scale_by_learning_rate: Names((("count", None),), (("learning_rate", "lr"),)),
-        scale_by_schedule: Names((("count", None),)),
-        scale: Names(),
-        add_decayed_weights: Names(),
+        scale_by_learning_rate: Names("r", (("count", None),), (("learning_rate", "lr"),)),
+        scale_by_schedule: Names("r", (("count", None),)),
+        scale: Names("s"),
+        add_decayed_weights: Names("d"),
     }
 )
-# Links that torch applies last.
 _RATES = (scale_by_learning_rate, scale_by_schedule, scale)
-# Moments behind which torch has weight decay, too.
-_DECOUPLED = (scale_by_adam, scale_by_amsgrad, scale_by_nadam, scale_by_radam)
+# The orders in which torch applies links: g changes the gradient, as a clip does, d adds decayed weights, M and m are
+# moments, behind which torch has weight decay or not, R and t the mean square and the momentum of RMSprop, r a rate.
+_ORDER = re.compile("g*(dg*)?r*|g*dg*([Mmt]|Rt?)[rs]*|g*(Md?|[mt]|Rt?)[rs]*")
 
 # What a number of a group must be where no transformation has it.
 NEUTRAL = MappingProxyType(
@@ -87,37 +92,34 @@ NEUTRAL = MappingProxyType(
 )  # fmt: skip
 
 
-@dataclass
-class Survey:
+class Survey(NamedTuple):
     """Where the state of each parameter lies; all keys are names of parameters.
 
     Attributes:
       slots: Name -> key in torch's state -> the leaf that holds it.
-      counts: A leaf that several parameters share, its key in torch's state (None: torch has none), and their names.
+      counts: The leaves that count updates, and have no key in torch's state.
       numbers: Name -> key in torch's group -> the number of the transformation.
       of_groups: Name -> key in torch's group -> the leaf that holds it.
       unknown: What no class of torch.optim computes.
-      links: Name -> the links so far.
     """
 
-    slots: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    counts: list[tuple[Tensor, str | None, list[str]]] = field(default_factory=list)
-    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    of_groups: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    unknown: list[str] = field(default_factory=list)
-    links: dict[str, list[Any]] = field(default_factory=dict)
+    slots: dict[str, dict[str, Tensor]]
+    counts: list[Tensor]
+    numbers: dict[str, dict[str, Any]]
+    of_groups: dict[str, dict[str, Tensor]]
+    unknown: list[str]
 
 
 def surveyed(tx: GradientTransformation, state: OptState, params: Params) -> Survey:
     """Find the state of each parameter by walking the transformations."""
-    out = Survey()
+    every = names_of(tree.flatten(params)[1], "optim", "params")
+    out = Survey({name: {} for name in every}, [], {name: {} for name in every}, {}, [])
+    links: dict[str, list[Any]] = {name: [] for name in every}
     for rule, own, part in tx.rules(state, params):
         members = names_of(tree.flatten(part)[1], "optim", "params")
-        for name in members:
-            out.slots.setdefault(name, {})
-            out.numbers.setdefault(name, {})
         if isinstance(rule, InjectedTransformation):
-            out.counts += [(own.count, None, members)] if own.count is not None else []
+            if own.count is not None:
+                out.counts.append(own.count)
             continue
         if isinstance(rule, Adapted):
             _of_class(out, rule, own, members, part)
@@ -125,34 +127,20 @@ def surveyed(tx: GradientTransformation, state: OptState, params: Params) -> Sur
             _of_rule(out, rule, own, members, part)
         elif tree.leaves(own):
             out.unknown.append(f"{rule!r}")
-        others = [
-            links for links in (out.links.get(name, []) for name in members) if not _may_follow(rule, links)
-        ]
-        if others:
-            out.unknown.append(f"{rule!r}" + (f"  after {others[0][-1]!r}" if others[0] else ""))
         for name in members:
-            out.links.setdefault(name, []).append(rule)
+            links[name].append(rule)
+        others = [links[one] for one in members if not _ORDER.fullmatch("".join(map(_kind, links[one])))]
+        if others:
+            before = f"  after {others[0][-2]!r}" if len(others[0]) > 1 else ""
+            out.unknown.append(f"{rule!r}{before}")
     return out
 
 
-def _may_follow(rule: Any, links: Sequence[Any]) -> bool:
-    """Whether torch computes a link at this place: what changes the gradient, moments, decay of weights, rates."""
-    kinds = {type(link) for link in links}
-    moments = [link for link in links if isinstance(link, Adapted) or BY_TORCH.get(type(link), Names()).state]
-    moments = [link for link in moments if type(link) not in _RATES]
-    if not getattr(rule, "bias_correction", True):
-        return False
-    if type(rule) in _RATES:
-        return bool(moments) or not isinstance(rule, scale)
-    if type(rule) is add_decayed_weights:
-        return all(type(link) in _DECOUPLED for link in moments) and not kinds & {
-            add_decayed_weights,
-            *_RATES,
-        }
-    if isinstance(rule, Adapted) or type(rule) in BY_TORCH:
-        of_rms = type(rule) is trace and [type(link) for link in moments] == [scale_by_rms]
-        return (not moments or of_rms) and not kinds & {*_RATES}
-    return not moments and not kinds & {*_RATES}  # it changes the gradient, as a clip does
+def _kind(rule: Any) -> str:
+    """One letter for what a link does, for ``_ORDER``."""
+    if type(rule) in BY_TORCH:
+        return BY_TORCH[type(rule)].kind if getattr(rule, "bias_correction", True) else "x"
+    return "m" if isinstance(rule, Adapted) else "g"
 
 
 def _of_rule(out: Survey, rule: Any, own: Any, members: list[str], part: Params) -> None:
@@ -162,11 +150,14 @@ def _of_rule(out: Survey, rule: Any, own: Any, members: list[str], part: Params)
         value = fields.get(name)
         if value is None:
             continue
-        if isinstance(value, Tensor) and (key is None or key in ("step", "mu_product")):
-            out.counts.append((value, key, members))
+        if key is None:
+            out.counts.append(value)
             continue
-        for member, leaf in zip(members, tree.leaves(value), strict=True):
-            out.slots[member][str(key)] = leaf
+        shared = key in ("step", "mu_product")
+        for member, leaf in zip(
+            members, [value] * len(members) if shared else tree.leaves(value), strict=True
+        ):
+            out.slots[member][key] = leaf
     for member, decays in zip(members, resolve_flags(getattr(rule, "mask", None), part), strict=True):
         numbers = out.numbers[member]
         decay = getattr(rule, "weight_decay", None)
@@ -195,7 +186,7 @@ def _times(a: Any, b: Any) -> Any:
 
 
 def _of_class(out: Survey, rule: Adapted, own: Any, members: list[str], part: Params) -> None:
-    out.counts.append((own.count, None, members))
+    out.counts.append(own.count)
     for member, leaf, kept in zip(members, tree.leaves(part), own.leaves, strict=True):
         out.slots[member].update(kept["state"])
         out.of_groups[member] = kept["group"]

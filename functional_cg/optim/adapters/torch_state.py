@@ -86,17 +86,26 @@ def load_torch_state(
         and slots.get("momentum_buffer") is not None
         and entries[name].kept.get("momentum_buffer") is None
     ]
-    steps, never = [], []
-    for leaf, key, members in ours.counts:
-        if key is not None:
-            counts = {name: float(entries[name].kept.get(key, key != "step")) for name in members}
-            steps += [int(count) for count in counts.values() if key == "step"]
-            if len(set(counts.values())) > 1:
-                rows += [
-                    f"{name}  {key} {count:g}" for name, count in sorted(counts.items(), key=lambda it: it[1])
-                ]
-                never += [f"`{name}`" for name in counts if not entries[name].kept]
-            values[place[id(leaf)]] = torch.tensor([*counts.values(), 0.0][0], dtype=leaf.dtype)
+    steps: list[int] = []
+    counts: dict[tuple[str, str], dict[str, float]] = {}  # of a leaf that several parameters share
+    for name, slots in ours.slots.items():
+        kept = {key: value for key, value in entries[name].kept.items() if value is not None}
+        for key, leaf in slots.items():
+            value = kept.get(key, first.slots[name][key])
+            if leaf.dim() == 0 and not (isinstance(value, Tensor) and value.dim()):
+                value = torch.as_tensor(value, dtype=leaf.dtype)
+                counts.setdefault((place[id(leaf)], key), {})[name] = float(value)
+            values[place[id(leaf)]] = as_real(value) if isinstance(value, Tensor) else value
+        if "step" in (
+            known := {**first.slots[name], **kept}
+        ):  # RMSprop keeps one that its formula does not use
+            steps.append(int(known["step"]))
+        for key, leaf in ours.of_groups.get(name, {}).items():
+            values[place[id(leaf)]] = torch.as_tensor(entries[name].group[key], dtype=leaf.dtype)
+    unlike = {key: of for (_, key), of in counts.items() if len(set(of.values())) > 1}
+    for key, of in unlike.items():
+        rows += [f"{name}  {key} {count:g}" for name, count in sorted(of.items(), key=lambda it: it[1])]
+    never = [f"`{name}`" for of in unlike.values() for name in of if not entries[name].kept]
     if rows:
         raise LayoutError.of(
             "",
@@ -109,16 +118,6 @@ def load_torch_state(
             else "make the optimizer as it was in torch (a `partition` has one count per label); to go on with other "
             "numbers, write them into the dict, `group['lr'] = 0.1`.",
         )
-    for name, slots in ours.slots.items():
-        kept = {key: value for key, value in entries[name].kept.items() if value is not None}
-        steps += [int(kept["step"])] if "step" in kept else []
-        for key, leaf in slots.items():
-            value = kept.get(key, first.slots[name][key])
-            if leaf.dim() == 0 and not (isinstance(value, Tensor) and value.dim()):
-                value = torch.as_tensor(value, dtype=leaf.dtype)
-            values[place[id(leaf)]] = as_real(value) if isinstance(value, Tensor) else value
-        for key, leaf in ours.of_groups.get(name, {}).items():
-            values[place[id(leaf)]] = torch.as_tensor(entries[name].group[key], dtype=leaf.dtype)
     if step is None and not steps:
         raise ValueError(
             "load_torch_state: torch keeps no count for this optimizer. To fix: `step=`, the number of updates so far."
@@ -128,9 +127,7 @@ def load_torch_state(
         raise ValueError(
             f"load_torch_state: step={step}, but the dict counts {max(steps, default=0)} updates"
         )
-    for leaf, key, _ in ours.counts:
-        if key is None:
-            values[place[id(leaf)]] = torch.tensor(done)
+    values |= {place[id(leaf)]: torch.tensor(done) for leaf in ours.counts}
     return load_state_dict(state, {**host, "step": torch.tensor(done), **values})
 
 
@@ -195,9 +192,6 @@ def torch_state(state: Any, like: Mapping[str, Any], *, names: Sequence[str] | N
                 key: as_complex(leaf.clone(), params[name]) if leaf.dim() else leaf.clone()
                 for key, leaf in slots.items()
             }
-    for leaf, shared, members in ours.counts:
-        for name in members if shared is not None else ():
-            kept.setdefault(entries[name].number, {})[str(shared)] = leaf.clone()
     for one in kept.values():
         one.setdefault("step", plain.step)  # RMSprop and Adadelta keep one unused; torch's SGD ignores it
         one.update(
@@ -218,7 +212,6 @@ def _opened(state: Any, function: str) -> tuple[dict[str, Tensor], Any]:
 
 def _surveyed(plain: Any, opt_state: Any) -> Survey:
     found = surveyed(plain.optimizer, opt_state, tree.map(as_real, plain.params))
-    every = names_of(tree.flatten(plain.params)[1])
     if found.unknown:
         raise LayoutError.of(
             "",
@@ -227,9 +220,6 @@ def _surveyed(plain: Any, opt_state: Any) -> Survey:
             fix="move the state with an optimizer of links that torch.optim has: `sgd`, `adam`, `adamw`, `rmsprop`, "
             "with clips before them and rates behind.",
         )
-    for name in every:
-        found.slots.setdefault(name, {})
-        found.numbers.setdefault(name, {})
     return found
 
 
@@ -270,7 +260,6 @@ def _entries(d: Any, names: Sequence[str] | None, ours: Survey, function: str) -
         names = [name for name in names if _bare(name, ours) in found]
     rows = [f"{name}  expected a parameter of `state`   got none" for name in found if name not in ours.slots]
     has = {name for name, slots in ours.slots.items() if slots or ours.numbers[name]}
-    has |= {name for _, _, members in ours.counts for name in members}
     rows += [
         f"{name}  expected in the torch optimizer   got nothing"
         for name in ours.slots
@@ -308,9 +297,8 @@ def _differences(
     """Rows for what differs, and values for the numbers in the state."""
     rows: list[str] = []
     values: dict[str, Any] = {}
-    shared = {(name, key) for _, key, members in ours.counts if key for name in members}
     for name, entry in entries.items():
-        known = {*ours.slots[name], *(key for member, key in shared if member == name)}
+        known = set(ours.slots[name])
         got = {key for key, value in entry.kept.items() if value is not None}
         # RMSprop and Adadelta keep a count that their formulas do not use.
         if got and (known - got or got - known - {"step"}):

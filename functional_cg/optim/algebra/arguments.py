@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
@@ -140,8 +141,10 @@ def refuse_without_rate(name: str, tx: Any) -> None:
       ValueError: Names the missing link.
     """
     for path in tx.paths:
-        rates = [link for link in path if link.descends]
-        late = [link for link in path[path.index(rates[0]) + 1 :] if link.takes_gradients] if rates else []
+        rates = [link for link in path if link.role == "rate"]
+        late = (
+            [link for link in path[path.index(rates[0]) + 1 :] if link.role == "direction"] if rates else []
+        )
         require(
             len(rates) < 2,
             f"{name}: the optimizer has {len(rates)} learning rates in a row: {', then '.join(map(repr, rates))}. Each "
@@ -156,7 +159,7 @@ def refuse_without_rate(name: str, tx: Any) -> None:
                 f"learning rate, `optim.chain(optim.{type(link).__name__}(...), optim.{type(rate).__name__}(...))`.",
             )
         require(
-            any(link.settles for link in path),
+            any(link.role in ("rate", "step", "trusted") for link in path),
             f"{name}: the optimizer has no learning rate: {(path or (tx,))[-1]!r} makes a direction, and added to the "
             "parameters it would lead uphill.\nTo fix: put one behind it, "
             "`optim.chain(..., optim.scale_by_learning_rate(1e-3))`; or use an optimizer that has one, such as "
@@ -182,31 +185,16 @@ def are_numbers(factory: str, **values: object) -> None:
             )
 
 
-def rate_in_range(name: str, value: object) -> None:
-    """Raise for a learning rate below 0; a schedule of it goes unchecked.
-
-    Raises:
-      TypeError: If the value is not a number, tensor or schedule.
-      ValueError: If it is a number out of range.
-    """
-    if callable(value):
-        return
-    if not isinstance(value, (numbers.Real, Tensor)):
-        fix = "`1e-3`, or `fcg.optim.warmup_cosine(1e-3, 100, 1000)`"
-        if isinstance(value, list):
-            fix = "groups are `fcg.optim.partition(transformations, fcg.optim.by_name(patterns, default=label))`"
-        elif isinstance(value, Iterator):
-            fix = "the rate comes first; parameters go to `fcg.TrainState.create(params=params, optimizer=optimizer)`"
-        raise TypeError(
-            f"{name} must be a number, a tensor or a schedule, got {type(value).__name__}.\nTo fix: {fix}."
-        )
-    in_range(name, value)
-
-
 def in_range(
-    name: str, value: object, *, low: float = 0.0, below: float = float("inf"), zero: bool = True
+    name: str,
+    value: object,
+    *,
+    low: float = 0.0,
+    below: float = math.inf,
+    zero: bool = True,
+    rate: bool = False,
 ) -> None:
-    """Raise for a Python number outside [low, below), and for 0 unless ``zero``.
+    """Raise for a Python number outside [low, below), and for 0 unless ``zero``; a ``rate`` may be a schedule.
 
     Tensors go unchecked, since reading one is a host sync.
 
@@ -214,48 +202,46 @@ def in_range(
       TypeError: If the value is not a number or tensor; says how to schedule it.
       ValueError: If it is a number out of range.
     """
+    if rate and callable(value):
+        return
     if not isinstance(value, (numbers.Real, Tensor)):
-        raise TypeError(
-            f"{name} must be a number or a tensor, got "
-            + (
+        got = type(value).__name__
+        if rate:
+            raise TypeError(
+                f"{name} must be a number, a tensor or a schedule, got {got}.\nTo fix: {_in_place_of(value)}."
+            )
+        if callable(value):
+            got = (
                 f"{value!r}.\nTo fix: a schedule of `optim` may stand for it in "
                 "`optim.inject_hyperparams(factory)(...)`, with the optimizer as the factory and its numbers by name."
-                if callable(value)
-                else type(value).__name__
             )
-        )
+        raise TypeError(f"{name} must be a number or a tensor, got {got}")
     if isinstance(value, (int, float)) and not low <= value < below:
-        bound = f"in [{low:g}, {below:g})" if below != float("inf") else f"at least {low:g} and finite"
+        bound = f"in [{low:g}, {below:g})" if below != math.inf else f"at least {low:g} and finite"
         turned = "learning_rate" in name and value < 0
         fix = f".\nTo fix: `{-value!r}`; updates lead downhill already." if turned else ""
         raise ValueError(f"{name} must be {bound}, got {value!r}{fix}")
     require(zero or isinstance(value, Tensor) or value, f"{name} is 0")
 
 
-def _fraction(name: str, value: object) -> None:
-    in_range(name, value, below=1.0)
+def _in_place_of(value: object) -> str:
+    """What to pass as a learning rate, given what torch takes first: groups, or parameters."""
+    if isinstance(value, list):
+        return "groups are `fcg.optim.partition(transformations, fcg.optim.by_name(patterns, default=label))`"
+    if isinstance(value, Iterator):
+        return "the rate comes first; parameters go to `fcg.TrainState.create(params=params, optimizer=optimizer)`"
+    return "`1e-3`, or `fcg.optim.warmup_cosine(1e-3, 100, 1000)`"
 
 
-def _positive(name: str, value: object) -> None:
-    in_range(name, value, zero=False)
-
-
-def _finite(name: str, value: object) -> None:
-    in_range(name, value, low=float("-inf"))
-
-
-# Name of an argument -> what refuses a number that it may not be, wherever it occurs.
-_CHECKS: Mapping[str, Callable[[str, object], None]] = MappingProxyType(
-    {
-        "b1": _fraction, "b2": _fraction, "decay": _fraction, "momentum": _fraction,
-        "max_norm": _positive, "max_delta": _positive, "threshold": _positive, "clipping": _positive,
-        "eps": in_range, "weight_decay": in_range, "initial_accumulator_value": in_range, "eta": in_range,
-        "gamma": in_range, "momentum_decay": in_range, "decay_rate": in_range, "trust_coefficient": in_range,
-        "min_scale": in_range, "clipping_threshold": in_range, "slow_step_size": in_range,
-        "weight_lr_power": in_range, "learning_rate": rate_in_range, "adamw_learning_rate": rate_in_range,
-        "step_size": _finite,
-    }
-)  # fmt: skip
+# The range of the numbers of an argument of some name, wherever it occurs; for the others there is none.
+_RANGES: Sequence[tuple[str, dict[str, Any]]] = (
+    ("b1 b2 decay momentum", {"below": 1.0}),
+    ("max_norm max_delta threshold clipping", {"zero": False}),
+    ("eps weight_decay initial_accumulator_value eta gamma momentum_decay decay_rate trust_coefficient", {}),
+    ("min_scale clipping_threshold slow_step_size weight_lr_power", {}),
+    ("learning_rate adamw_learning_rate", {"rate": True}),
+    ("step_size", {"low": -math.inf}),
+)
 
 
 def check_numbers(of: Any) -> None:
@@ -269,7 +255,8 @@ def check_numbers(of: Any) -> None:
         name, value = f"{type(of).__name__}: {one.name}", getattr(of, one.name)
         if isinstance(one.default, tuple) or (value is None and one.default is None):
             continue  # the class checks what it takes beside numbers
-        if one.name in _CHECKS:
-            _CHECKS[one.name](name, value)
-        elif one.name == "ns_steps":
+        for names, limits in _RANGES:
+            if one.name in names.split():
+                in_range(name, value, **limits)
+        if one.name == "ns_steps":
             require(isinstance(value, int), f"{name} is a count, got {value!r}")

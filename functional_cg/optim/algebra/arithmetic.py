@@ -1,4 +1,4 @@
-"""Arithmetic on trees and leaves: running averages, norms, and masked maps."""
+"""Arithmetic on leaves: running averages, norms, masked maps, and gathers of sharded leaves."""
 
 from __future__ import annotations
 
@@ -9,20 +9,16 @@ import torch
 from torch import Tensor
 
 from functional_cg import tree
-from functional_cg.optim.algebra.base import Params, Scalar, Updates, shared
+from functional_cg.optim.algebra.base import Params, Shared, Updates
 from functional_cg.optim.algebra.selection import resolve_flags
 from functional_cg.optim.rules import fused as _fused
+from functional_cg.shards.reader import all_of
+from functional_cg.shards.tensor import Sharded
 
 
-def averaged(decay: Scalar, old: Updates, new: Updates) -> Updates:
-    """Exponential moving average of every leaf: ``decay * old + (1 - decay) * new``."""
-    keep, rest = shared(decay), shared(1 - decay)
-    return tree.map(lambda a, b: keep(a) * a + rest(a) * b, old, new)
-
-
-def squared(updates: Updates) -> Updates:
-    """Square every element."""
-    return tree.map(torch.square, updates)
+def averaged(decay: Shared, old: Any, new: Tensor) -> Tensor:
+    """Exponential moving average of a leaf: ``decay * old + (1 - decay) * new``."""
+    return decay(old) * old + decay.rest(old) * new  # type: ignore[no-any-return]
 
 
 def norm(leaf: Tensor) -> Tensor:
@@ -57,3 +53,16 @@ def where_selected(
     flat, treedef = tree.flatten(updates)
     rows = zip(flat, tree.leaves(params), resolve_flags(mask, params), strict=True)
     return tree.unflatten(treedef, [function(u, p) if on else u for u, p, on in rows])
+
+
+def whole(leaf: Tensor) -> Tensor:
+    """Gather a sharded leaf over the ranks, in its own dtype; return any other leaf unchanged."""
+    return all_of(leaf) if isinstance(leaf, Sharded) else leaf
+
+
+def placed_like(value: Tensor, leaf: Tensor) -> Tensor:
+    """Shard a whole value like ``leaf``, keeping this rank's part."""
+    if not isinstance(leaf, Sharded):
+        return value
+    placement = leaf.placement
+    return Sharded(placement.own(value) if placement.partial else value, placement)

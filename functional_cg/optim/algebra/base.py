@@ -12,10 +12,12 @@ optimizer can be a static field of a state and part of the key under which a cap
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, cast
 
 import torch
@@ -33,6 +35,7 @@ from functional_cg.optim.algebra.arguments import (
 from functional_cg.optim.algebra.arguments import in_range as in_range
 from functional_cg.optim.algebra.arguments import require as require
 from functional_cg.optim.algebra.fitting import in_dtypes_of, owners_by_path
+from functional_cg.optim.algebra.selection import FrozenTree, freeze, resolve_flags
 
 from ...manual import Documented
 
@@ -40,11 +43,10 @@ Params = Any  # PyTree of floating tensors
 Updates = Any  # PyTree like Params
 OptState = Any  # PyTree of tensors
 
-_OWN = "functional_cg.optim."
-
 InitFn = Callable[[Params], OptState]
 UpdateFn = Callable[[Updates, OptState, Params | None], tuple[Updates, OptState]]
 StepFn = Callable[[Updates, OptState, Params], tuple[Params, OptState]]
+Advance = Callable[["GradientTransformation", Updates, OptState, Any], tuple[Any, OptState]]
 Rule = tuple["GradientTransformation", OptState, Params]
 Scalar = float | Tensor
 ScalarOrSchedule = float | Tensor | Callable[[Any], Any]
@@ -112,10 +114,10 @@ class GradientTransformation(metaclass=Documented):
         """For each leaf of ``state``, as :meth:`rules` yields it, the position of its parameter; None if shared."""
         return owners_by_path(state, params)
 
-    # Whether it turns directions into steps downhill: by a learning rate, with the sign turned.
-    descends: ClassVar[bool] = False
-    # Whether nothing is left of a learning rate in front of it: it makes steps of one size, or adds to them.
-    takes_gradients: ClassVar[bool] = False
+    # What it does with a learning rate: "rate" applies one and turns the sign; "direction" makes a direction, in which
+    # nothing is left of a rate in front of it; "step" makes steps downhill; "factor" is a learning rate
+    # that leaves the sign to others; "neutral" keeps sign and size; yours are "trusted" to go with the others.
+    role: str = "trusted"
 
     @property
     def paths(self) -> list[tuple[GradientTransformation, ...]]:
@@ -125,13 +127,7 @@ class GradientTransformation(metaclass=Documented):
     @property
     def applies_learning_rate(self) -> bool:
         """Whether the updates are ready to be added to the parameters."""
-        return self.descends or any(part.applies_learning_rate for part in self.parts)
-
-    @property
-    def settles(self) -> bool:
-        """Whether its updates need no learning rate behind it; user-defined links are trusted to scale."""
-        known = type(self).__module__.startswith(_OWN) and not isinstance(self, FromFunctions)
-        return self.applies_learning_rate or not known
+        return any(link.role in ("rate", "step", "factor") for path in self.paths for link in path)
 
     @property
     def acts_per_leaf(self) -> bool:
@@ -184,12 +180,14 @@ class FromFunctions(GradientTransformation):
         return self.step_fn
 
     @property
-    def applies_learning_rate(self) -> bool:
-        return self.step_fn is not None
+    def role(self) -> str:  # type: ignore[override]
+        return "trusted" if self.step_fn is None else "step"
 
 
 class Checked(GradientTransformation):
     """A transformation of this package: its arguments are checked, and stored such that it is a value."""
+
+    role = "neutral"
 
     def __post_init__(self) -> None:
         seed = partial(seed_of, type(self).__name__)
@@ -198,14 +196,22 @@ class Checked(GradientTransformation):
             object.__setattr__(self, name, stored[name](getattr(self, name)))
         check_numbers(self)
 
+    @property
+    def parts(self) -> tuple[GradientTransformation, ...]:
+        held = [value.leaves if isinstance(value, FrozenTree) else (value,) for value in vars(self).values()]
+        return tuple(one for values in held for one in values if isinstance(one, GradientTransformation))
+
 
 class Link(Checked):
-    """A transformation that keeps a count, and accumulators like the parameters, or nothing.
+    """A transformation of one leaf after the other, by :attr:`leaf`.
 
-    Its state is the NamedTuple ``keeps``: ``count`` starts at 0, ``product`` at 1, and all else like the parameters.
+    Its state is the NamedTuple ``keeps``: ``count`` starts at 0, ``product`` at 1, and all else is like the parameters.
+    In ``n``, each field is a function: ``n.eps(u)`` is ``eps`` in the dtype of ``u``. With a field ``mask``,
+    leaves that it does not select pass unchanged.
     """
 
     keeps: ClassVar[Any] = EmptyState
+    needs_params: ClassVar[bool] = False
     initial_accumulator_value: float = 0.0
 
     def init(self, params: Params) -> Any:
@@ -218,21 +224,90 @@ class Link(Checked):
 
         return self.keeps(*map(first, self.keeps._fields))
 
+    # ``leaf(n, u, p, *kept) -> u``, or ``(u, *kept)``: one leaf's update, its parameter, and what the state has for it.
+    leaf: ClassVar[Callable[..., Any]]
+
+    def begin(self, state: Any) -> tuple[Any, dict[str, Scalar]]:
+        """Advance the counters, and compute what all leaves share in this update beside the fields."""
+        return (state._replace(count=state.count + 1) if "count" in self.keeps._fields else state), {}
+
+    def update(self, updates: Updates, state: Any, params: Params | None = None) -> tuple[Updates, Any]:
+        if self.needs_params:
+            params = need_params(type(self).__name__, params)
+        flat, treedef = tree.flatten(updates)
+        flags = resolve_flags(getattr(self, "mask", None), updates if params is None else params)
+        state, more = self.begin(state)
+        n = SimpleNamespace(**{name: Shared(value) for name, value in {**vars(self), **more}.items()})
+        names = [name for name in self.keeps._fields if name not in ("count", "product")]
+        columns = [_aligned(updates, one) for one in (params, *(getattr(state, name) for name in names))]
+        rows: list[tuple[Any, ...]] = []
+        for u, on, p, *kept in zip(flat, flags, *columns, strict=True):
+            out = self.leaf(n, u, p, *kept) if on else (u, *kept)
+            rows.append(out if isinstance(out, tuple) else (out,))
+        out, *new = ([row[i] for row in rows] for i in range(1 + len(names)))
+        changed = {
+            name: tree.unflatten(treedef, column)
+            for name, column in zip(names, new, strict=True)
+            if getattr(state, name) is not None
+        }
+        return tree.unflatten(treedef, out), state._replace(**changed) if changed else state
+
 
 class Direction(Link):
     """A link that makes a direction out of gradients: nothing is left of a learning rate in front of it."""
 
-    takes_gradients = True
+    role = "direction"
 
 
 class Optimizer(Checked):
     """A transformation whose updates are ready to be added to the parameters."""
 
-    descends = True
+    role = "rate"
+
+
+class Combined(Checked):
+    """A transformation that runs others, either by their ``update`` or by their ``step``.
+
+    ``run(advance, updates, state, params)`` is both: ``advance(tx, updates, state, params)`` returns what ``tx`` makes
+    of the updates, which is updates again or new parameters, and its next state.
+    """
+
+    @abstractmethod
+    def run(self, advance: Advance, updates: Updates, state: Any, params: Any) -> tuple[Any, Any]:
+        """Run the parts once."""
+
+    def update(self, updates: Updates, state: Any, params: Params | None = None) -> tuple[Updates, Any]:
+        return self.run(by_update, updates, state, params)
 
     @property
-    def paths(self) -> list[tuple[GradientTransformation, ...]]:
-        return [(self,)]
+    def step(self) -> StepFn | None:
+        return partial(self.run, step_or_update) if any(tx.step is not None for tx in self.parts) else None
+
+
+def by_update(
+    tx: GradientTransformation, updates: Updates, state: OptState, params: Params | None
+) -> tuple[Updates, OptState]:
+    """Transform updates with ``tx.update``."""
+    return tx.update(updates, state, params)
+
+
+class Stepper(Optimizer):
+    """An optimizer that computes new parameters, of which its updates are the differences to the old ones."""
+
+    @abstractmethod
+    def advance(self, grads: Updates, state: Any, params: Params) -> tuple[Params, Any]:
+        """The new parameters and state."""
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params | None = None
+    ) -> tuple[Updates, OptState]:
+        params = need_params(type(self).__name__, params)
+        new, state = self.advance(updates, state, params)
+        return tree.map(torch.sub, new, params), state
+
+    @property
+    def step(self) -> StepFn:
+        return self.advance
 
 
 def apply_updates(params: Params, updates: Updates) -> Params:
@@ -348,47 +423,36 @@ def rate_at(learning_rate: ScalarOrSchedule, count: Any) -> float | Tensor:
     return rate.to(torch.float64) if isinstance(rate, Tensor) else float(rate)
 
 
-def shared(scalar: Scalar) -> Callable[[Tensor], Scalar]:
-    """Share a scalar among leaves: a tensor is cast once per dtype and device instead of once per leaf.
+class Shared:
+    """A number that all leaves share: a tensor is cast once per dtype and device instead of once per leaf.
 
     Without the cast, a 0-dim float32 leaf times a float64 scalar would be float64.
     """
-    if not isinstance(scalar, Tensor):
-        return lambda leaf: scalar
-    copies: dict[Any, Tensor] = {}
 
-    def beside(leaf: Tensor) -> Tensor:
-        kind = (leaf.dtype, leaf.device)
-        if kind not in copies:
-            copies[kind] = scalar.to(device=leaf.device, dtype=leaf.dtype)
-        return copies[kind]
+    def __init__(self, scalar: Any) -> None:
+        self._scalar = scalar
+        self._copies: dict[Any, Tensor] = {}
 
-    return beside
+    def __call__(self, leaf: Tensor) -> Any:
+        """The number for a leaf; a flag keeps its dtype."""
+        scalar = self._scalar
+        if not isinstance(scalar, Tensor):
+            return scalar
+        dtype = leaf.dtype if scalar.is_floating_point() else scalar.dtype
+        if (dtype, leaf.device) not in self._copies:
+            self._copies[dtype, leaf.device] = scalar.to(device=leaf.device, dtype=dtype)
+        return self._copies[dtype, leaf.device]
 
-
-@dataclass(frozen=True)
-class FrozenTree:
-    """An immutable, hashable pytree with hashable leaves; prints as the tree."""
-
-    leaves: tuple[Any, ...]
-    treedef: tree.Treedef
-
-    def thaw(self) -> Any:
-        """Return a fresh copy of the tree."""
-        return tree.unflatten(self.treedef, self.leaves)
-
-    def __repr__(self) -> str:
-        return repr(self.thaw())
+    @functools.cached_property
+    def rest(self) -> Shared:
+        """1 minus the number."""
+        return Shared(1 - self._scalar)
 
 
-def freeze(value: Any) -> Any:
-    """Turn containers into a :class:`FrozenTree`, immune to later mutation; return anything else unchanged."""
-    if not isinstance(value, (dict, list, tuple)):
-        return value
-    flat, treedef = tree.flatten(value)
-    return FrozenTree(tuple(flat), treedef)
-
-
-def thaw(value: Any) -> Any:
-    """Undo :func:`freeze`."""
-    return value.thaw() if isinstance(value, FrozenTree) else value
+def _aligned(like: Updates, value: Any) -> list[Any]:
+    """What a tree has for each leaf of ``like``; None where it has nothing."""
+    found = dict(tree.flatten_with_path(value)[0])
+    out = [found.pop(path, None) for path in tree.flatten(like)[1].paths()]
+    if found:
+        tree.map(lambda one, _: one, like, value)  # raises, and names the differences
+    return out

@@ -1,4 +1,4 @@
-"""Combines transformations: in sequence, on part of the tree, or by label."""
+"""Combines transformations: in sequence, on part of the tree, by label, or on one vector."""
 
 from __future__ import annotations
 
@@ -9,27 +9,72 @@ from typing import Any, NamedTuple
 
 from functional_cg import tree
 from functional_cg.optim.algebra.base import (
+    Advance,
     Checked,
-    FrozenTree,
+    Combined,
     GradientTransformation,
     OptState,
     Params,
     Rule,
     StepFn,
     Updates,
-    freeze,
+    by_update,
     need_params,
     need_transformations,
     require,
-    step_or_update,
-    thaw,
 )
 from functional_cg.optim.algebra.fitting import in_dtypes_of
-from functional_cg.optim.algebra.selection import broadcast_prefix, replace_selected, resolve_flags, select
+from functional_cg.optim.algebra.selection import (
+    FrozenTree,
+    broadcast_prefix,
+    freeze,
+    replace_selected,
+    resolve_flags,
+    select,
+    thaw,
+)
+from functional_cg.state.flat import ravel, unravel
+
+
+class Sequence(Combined):
+    """Transformations in sequence, each of which gets what the one before has made; its state is a tuple of theirs."""
+
+    links: Any  # a tuple of transformations
+
+    @property
+    def parts(self) -> tuple[GradientTransformation, ...]:
+        return self.links  # type: ignore[no-any-return]
+
+    @property
+    def paths(self) -> list[tuple[GradientTransformation, ...]]:
+        ways: list[tuple[GradientTransformation, ...]] = [()]
+        for link in self.links:
+            ways = _distinct((*way, *path) for way, path in itertools.product(ways, link.paths))
+        return ways
+
+    def init(self, params: Params) -> OptState:
+        return tuple(link.init(params) for link in self.links)
+
+    def run(self, advance: Advance, updates: Updates, state: OptState, params: Any) -> tuple[Any, OptState]:
+        if advance is not by_update and tree.leaves(state[:-1]):  # moments before the last link
+            updates = in_dtypes_of(params, updates)
+        states = []
+        for i, (link, old) in enumerate(zip(self.links, state, strict=True), 1):
+            updates, new = (advance if i == len(state) else by_update)(link, updates, old, params)
+            states.append(new)
+        return updates, tuple(states)
+
+    def rules(self, state: OptState, params: Params) -> Iterator[Rule]:
+        for link, own in zip(self.links, state, strict=True):
+            yield from link.rules(own, params)
+
+    @property
+    def step(self) -> StepFn | None:
+        return super().step if self.links and self.links[-1].step is not None else None
 
 
 @dataclass(frozen=True, init=False, repr=False)
-class chain(GradientTransformation):
+class chain(Sequence):
     """Apply transformations in sequence, feeding the output of each to the next.
 
     The state is a tuple of their states. If the last link has a fused ``step``, the chain has one too, which treats
@@ -53,55 +98,18 @@ class chain(GradientTransformation):
     def __repr__(self) -> str:
         return f"chain({', '.join(map(repr, self.links))})"
 
-    @property
-    def parts(self) -> tuple[GradientTransformation, ...]:
-        return self.links
-
-    @property
-    def paths(self) -> list[tuple[GradientTransformation, ...]]:
-        ways: list[tuple[GradientTransformation, ...]] = [()]
-        for link in self.links:
-            ways = _distinct((*way, *path) for way, path in itertools.product(ways, link.paths))
-        return ways
-
-    def init(self, params: Params) -> OptState:
-        return tuple(link.init(params) for link in self.links)
-
-    def update(
-        self, updates: Updates, state: OptState, params: Params | None = None
-    ) -> tuple[Updates, OptState]:
-        states = []
-        for link, old in zip(self.links, state, strict=True):
-            updates, new = link.update(updates, old, params)
-            states.append(new)
-        return updates, tuple(states)
-
-    def rules(self, state: OptState, params: Params) -> Iterator[Rule]:
-        for link, own in zip(self.links, state, strict=True):
-            yield from link.rules(own, params)
-
-    @property
-    def step(self) -> StepFn | None:
-        return self._step if self.links and self.links[-1].step is not None else None
-
-    def _step(self, grads: Updates, state: OptState, params: Params) -> tuple[Params, OptState]:
-        if tree.leaves(state[:-1]):  # moments before the last link
-            grads = in_dtypes_of(params, grads)
-        grads, heads = chain(*self.links[:-1]).update(grads, state[:-1], params)
-        params, last = step_or_update(self.links[-1], grads, state[-1], params)
-        return params, (*heads, last)
-
 
 def _distinct(
     paths: Iterable[tuple[GradientTransformation, ...]],
 ) -> list[tuple[GradientTransformation, ...]]:
-    """Return the first of all paths that ``refuse_without_rate`` judges alike, whatever is before and behind them."""
+    """Return one of all paths whose links play the same roles in turn."""
     kept: dict[Any, tuple[GradientTransformation, ...]] = {}
     for path in paths:
-        rates = [i for i, link in enumerate(path) if link.descends]
-        takes = [i for i, link in enumerate(path) if link.takes_gradients]
-        late = bool(rates and takes and takes[-1] > rates[0])
-        kept.setdefault((len(rates[:2]), bool(takes), late, any(link.settles for link in path)), path)
+        roles = [link.role for link in path if link.role != "neutral"]
+        pairs = zip(
+            roles, ["", *roles], strict=False
+        )  # one after another of its kind changes nothing, but for rates
+        kept.setdefault(tuple(role for role, last in pairs if role != last or role == "rate"), path)
     return list(kept.values())
 
 
@@ -150,10 +158,6 @@ class masked(Checked):
         super().__post_init__()
 
     @property
-    def parts(self) -> tuple[GradientTransformation, ...]:
-        return (self.inner,)
-
-    @property
     def paths(self) -> list[tuple[GradientTransformation, ...]]:
         return [*self.inner.paths, (self,)]  # what it passes through is as it came
 
@@ -183,7 +187,7 @@ class PartitionState(NamedTuple):
 
 
 @dataclass(frozen=True, init=False)
-class partition(GradientTransformation):
+class partition(Combined):
     """Transform each leaf according to its label.
 
     Each transformation sees the tree with None in place of leaves with other labels; an unused label costs nothing.
@@ -219,10 +223,6 @@ class partition(GradientTransformation):
         object.__setattr__(self, "transforms", frozen)
         object.__setattr__(self, "labels", freeze(labels))
 
-    @property
-    def parts(self) -> tuple[GradientTransformation, ...]:
-        return self.transforms.leaves
-
     def _groups(self, params: Params) -> dict[Any, tuple[GradientTransformation, list[bool]]]:
         """Map each label in use to its transformation and to a flag per leaf."""
         labels = self.labels(params) if callable(self.labels) else thaw(self.labels)
@@ -242,13 +242,13 @@ class partition(GradientTransformation):
         groups = self._groups(params)
         return PartitionState({name: tx.init(select(params, flags)) for name, (tx, flags) in groups.items()})
 
-    def update(
-        self, updates: Updates, state: PartitionState, params: Params | None = None
-    ) -> tuple[Updates, PartitionState]:
-        out, states = updates, {}
+    def run(
+        self, advance: Advance, updates: Updates, state: PartitionState, params: Any
+    ) -> tuple[Any, PartitionState]:
+        out, states = (updates if advance is by_update else need_params("partition", params)), {}
         for name, (tx, flags) in self._groups(updates if params is None else params).items():
-            inner_params = None if params is None else select(params, flags)
-            part, states[name] = tx.update(select(updates, flags), state.inner_states[name], inner_params)
+            own = None if params is None else select(params, flags)
+            part, states[name] = advance(tx, select(updates, flags), state.inner_states[name], own)
             out = replace_selected(out, flags, part)
         return out, PartitionState(states)
 
@@ -256,15 +256,49 @@ class partition(GradientTransformation):
         for name, (tx, flags) in self._groups(params).items():
             yield from tx.rules(state.inner_states[name], select(params, flags))
 
-    @property
-    def step(self) -> StepFn | None:
-        return self._step if any(tx.step is not None for tx in self.parts) else None
 
-    def _step(self, grads: Updates, state: PartitionState, params: Params) -> tuple[Params, PartitionState]:
-        out, states = need_params("partition", params), {}
-        for name, (tx, flags) in self._groups(params).items():
-            part, states[name] = step_or_update(
-                tx, select(grads, flags), state.inner_states[name], select(params, flags)
-            )
-            out = replace_selected(out, flags, part)
-        return out, PartitionState(states)
+@dataclass(frozen=True)
+class flatten(Combined):
+    """Run ``inner`` on all leaves as one vector: a handful of ops, however many leaves there are.
+
+    Moments become vectors, with the padding of :func:`functional_cg.state.flat.ravel` between leaves. Elementwise
+    transformations give the same results as leaf by leaf, up to the last bits (SIMD blocks fall differently), and so
+    does a norm of gradients. A norm *after* moments includes their values in the padding: zero for Adam with a
+    positive ``eps``, nonzero for Yogi, which does not start at 0.
+
+    ``inner`` never sees the tree: masks and labels go around it, as in
+    ``partition({"decay": flatten(adamw(...)), "rest": flatten(adam(...))}, labels)``.
+
+    Source: ``optax.flatten``.
+
+    Attributes:
+      inner: A transformation without per-leaf norms. All leaves need one dtype and one device.
+    Raises:
+      ValueError: If ``inner`` acts leaf by leaf, as ``lamb`` does.
+
+    Example:
+      >>> import torch
+      >>> from functional_cg import optim
+      >>> optimizer = optim.flatten(optim.sgd(0.5))
+      >>> params = {"w": torch.tensor([1.0, 2.0]), "b": torch.tensor(3.0)}
+      >>> optimizer.step(params, optimizer.init(params), params)[0]
+      {'w': tensor([0.5000, 1.0000]), 'b': tensor(1.5000)}
+    """
+
+    inner: GradientTransformation
+
+    def __post_init__(self) -> None:
+        need_transformations("flatten", self.inner)
+        require(
+            not self.inner.acts_per_leaf,
+            f"flatten: {self.inner!r} takes a norm per leaf, or a draw; on one vector it would be another optimizer",
+        )
+
+    def init(self, params: Params) -> OptState:
+        return self.inner.init(ravel(params))
+
+    def run(self, advance: Advance, updates: Updates, state: OptState, params: Any) -> tuple[Any, OptState]:
+        like = updates if params is None else params
+        vector = None if params is None else ravel(params)
+        out, state = advance(self.inner, ravel(in_dtypes_of(like, updates), like), state, vector)
+        return unravel(like, out), state

@@ -12,21 +12,19 @@ from torch import Tensor
 
 from functional_cg import tree
 from functional_cg.optim.algebra.base import (
+    Advance,
+    Combined,
     GradientTransformation,
     OptState,
     Params,
     Rule,
-    StepFn,
     Updates,
     device_of,
-    freeze,
-    need_params,
     require,
-    step_or_update,
-    thaw,
     zero_count,
 )
 from functional_cg.optim.algebra.schedules import Schedule
+from functional_cg.optim.algebra.selection import freeze, thaw
 
 S = TypeVar("S")
 Arguments = tuple[tuple[str, Any], ...]
@@ -96,7 +94,7 @@ class inject_hyperparams:
 
 
 @dataclass(frozen=True, repr=False)
-class InjectedTransformation(GradientTransformation):
+class InjectedTransformation(Combined):
     """The result of ``inject_hyperparams(factory)(...)``; ``prototype`` has the numbers as constants."""
 
     factory: Callable[..., GradientTransformation]
@@ -110,17 +108,9 @@ class InjectedTransformation(GradientTransformation):
         return f"inject_hyperparams({name}{static})({', '.join(f'{k}={v!r}' for k, v in self.arguments)})"
 
     def _make(self, hyperparams: dict[str, Any], count: Tensor | None) -> GradientTransformation:
-        arguments = {name: thaw(value) for name, value in self.arguments}
-        numbers: dict[str, Any] = {}
-        if count is not None:
-            numbers = {
-                name: schedule(count) for name, schedule in _scheduled(self.arguments, self.static_args)
-            }
-        return self.factory(**{**arguments, **hyperparams, **numbers})
-
-    @property
-    def parts(self) -> tuple[GradientTransformation, ...]:
-        return (self.prototype,)
+        constants = {name: thaw(value) for name, value in self.arguments}
+        schedules = _scheduled(self.arguments, self.static_args)  # without any, there is no count
+        return self.factory(**{**constants, **hyperparams, **{name: now(count) for name, now in schedules}})  # type: ignore[arg-type]
 
     @property
     def injected(self) -> dict[str, float]:
@@ -142,33 +132,17 @@ class InjectedTransformation(GradientTransformation):
         count = zero_count(params) if _scheduled(self.arguments, self.static_args) else None
         return InjectHyperparamsState(numbers, self._make(numbers, count).init(params), count)
 
-    def update(
-        self, updates: Updates, state: InjectHyperparamsState, params: Params | None = None
-    ) -> tuple[Updates, InjectHyperparamsState]:
+    def run(
+        self, advance: Advance, updates: Updates, state: InjectHyperparamsState, params: Any
+    ) -> tuple[Any, InjectHyperparamsState]:
         tx = self._make(state.hyperparams, state.count)
-        updates, inner = tx.update(updates, state.inner_state, params)
-        return updates, self._next(state, inner)
-
-    @staticmethod
-    def _next(state: InjectHyperparamsState, inner: OptState) -> InjectHyperparamsState:
+        out, inner = advance(tx, updates, state.inner_state, params)
         count = None if state.count is None else state.count + 1
-        return InjectHyperparamsState(state.hyperparams, inner, count)
+        return out, InjectHyperparamsState(state.hyperparams, inner, count)
 
     def rules(self, state: InjectHyperparamsState, params: Params) -> Iterator[Rule]:
         yield self, InjectHyperparamsState({}, None, state.count), params
         yield from self._make(state.hyperparams, state.count).rules(state.inner_state, params)
-
-    @property
-    def step(self) -> StepFn | None:
-        return self._step if self.prototype.step is not None else None
-
-    def _step(
-        self, grads: Updates, state: InjectHyperparamsState, params: Params
-    ) -> tuple[Params, InjectHyperparamsState]:
-        params = need_params("inject_hyperparams", params)
-        tx = self._make(state.hyperparams, state.count)
-        params, inner = step_or_update(tx, grads, state.inner_state, params)
-        return params, self._next(state, inner)
 
 
 def _scheduled(arguments: Arguments, static_args: tuple[str, ...]) -> list[tuple[str, Schedule]]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from functional_cg import tree
-from functional_cg.optim.algebra.arithmetic import norm, where_selected
+from functional_cg.optim.algebra.arithmetic import norm
 from functional_cg.optim.algebra.base import (
     Checked,
     Direction,
@@ -23,10 +23,9 @@ from functional_cg.optim.algebra.base import (
     Params,
     Scalar,
     ScalarOrSchedule,
+    Shared,
     Updates,
-    need_params,
     rate_at,
-    shared,
     zero_count,
 )
 from functional_cg.optim.algebra.schedules import Schedule
@@ -38,24 +37,18 @@ Mask = Any  # None, a prefix tree of bools, or a function of the parameters
 class identity(Link):
     """Return the updates unchanged. Source: ``optax.identity``."""
 
-    def update(
-        self, updates: Updates, state: OptState, params: Params | None = None
-    ) -> tuple[Updates, OptState]:
-        return updates, state
+    def leaf(self, n: Any, u: Tensor, p: Any) -> Tensor:
+        return u
 
 
 @dataclass(frozen=True)
 class set_to_zero(Link):
     """Replace updates with zeros; use with ``partition`` to freeze parameters. Source: ``optax.set_to_zero``."""
 
-    def update(
-        self, updates: Updates, state: OptState, params: Params | None = None
-    ) -> tuple[Updates, OptState]:
-        return tree.map(torch.zeros_like, updates), state
+    role = "trusted"
 
-    @property
-    def settles(self) -> bool:
-        return True
+    def leaf(self, n: Any, u: Tensor, p: Any) -> Tensor:
+        return torch.zeros_like(u)
 
 
 @dataclass(frozen=True)
@@ -68,19 +61,14 @@ class scale(Link):
 
     step_size: Scalar
 
-    def update(
-        self, updates: Updates, state: OptState, params: Params | None = None
-    ) -> tuple[Updates, OptState]:
-        factor = shared(self.step_size)
-        return tree.map(lambda u: u * factor(u), updates), state
+    def leaf(self, n: Any, u: Tensor, p: Any) -> Tensor:
+        return u * n.step_size(u)  # type: ignore[no-any-return]
 
     @property
-    def applies_learning_rate(self) -> bool:
-        return isinstance(self.step_size, (int, float)) and self.step_size < 0
-
-    @property
-    def settles(self) -> bool:
-        return isinstance(self.step_size, Tensor) or self.step_size < 0
+    def role(self) -> str:  # type: ignore[override]
+        if isinstance(self.step_size, Tensor):
+            return "trusted"
+        return "step" if self.step_size < 0 else "neutral"
 
 
 class ScaleByScheduleState(NamedTuple):
@@ -103,20 +91,18 @@ class scale_by_schedule(Link):
 
     keeps = ScaleByScheduleState
 
-    def update(
-        self, updates: Updates, state: ScaleByScheduleState, params: Params | None = None
-    ) -> tuple[Updates, ScaleByScheduleState]:
-        factor = shared(rate_at(self.schedule, state.count))
-        return tree.map(lambda u: u * factor(u), updates), ScaleByScheduleState(state.count + 1)
+    def begin(self, state: ScaleByScheduleState) -> tuple[Any, dict[str, Scalar]]:
+        return ScaleByScheduleState(state.count + 1), {"factor": rate_at(self.schedule, state.count)}
+
+    def leaf(self, n: Any, u: Tensor, p: Any) -> Tensor:
+        return u * n.factor(u)  # type: ignore[no-any-return]
 
     @property
-    def applies_learning_rate(self) -> bool:
-        return True
-
-    @property
-    def settles(self) -> bool:
+    def role(self) -> str:  # type: ignore[override]
         """Positive schedules leave the sign to another link."""
-        return not isinstance(self.schedule, Schedule) or all(self.schedule(t) <= 0 for t in (0, 1, 1000))
+        if not isinstance(self.schedule, Schedule):
+            return "step"
+        return "step" if all(self.schedule(t) <= 0 for t in (0, 1, 1000)) else "factor"
 
 
 @dataclass(frozen=True)
@@ -129,7 +115,7 @@ class scale_by_learning_rate(Checked):
 
     learning_rate: ScalarOrSchedule
 
-    descends = True
+    role = "rate"
 
     def init(self, params: Params) -> OptState:
         return ScaleByScheduleState(zero_count(params)) if callable(self.learning_rate) else EmptyState()
@@ -149,7 +135,7 @@ class scale_by_learning_rate(Checked):
 
 def descend(updates: Updates, rate: Scalar) -> Updates:
     """Compute ``-rate * u`` for every leaf."""
-    factor = shared(-rate)
+    factor = Shared(-rate)
     return tree.map(lambda u: u * factor(u), updates)
 
 
@@ -175,13 +161,9 @@ class trace(Link):
 
     keeps = TraceState
 
-    def update(
-        self, updates: Updates, state: TraceState, params: Params | None = None
-    ) -> tuple[Updates, TraceState]:
-        decay = shared(self.decay)
-        new = tree.map(lambda u, t: u + decay(t) * t, updates, state.trace)
-        out = tree.map(lambda u, t: u + decay(t) * t, updates, new) if self.nesterov else new
-        return out, TraceState(new)
+    def leaf(self, n: Any, u: Tensor, p: Any, t: Tensor) -> tuple[Tensor, Tensor]:
+        t = u + n.decay(t) * t
+        return (u + n.decay(t) * t if self.nesterov else t), t
 
 
 @dataclass(frozen=True)
@@ -191,17 +173,13 @@ class scale_by_trust_ratio(Direction):
     Norms are per leaf, in float32 or wider. Source: You et al. 2020; ``optax.scale_by_trust_ratio``.
     """
 
-    def update(
-        self, updates: Updates, state: OptState, params: Params | None = None
-    ) -> tuple[Updates, OptState]:
-        def rescale(u: Tensor, p: Tensor) -> Tensor:
-            ours, theirs = norm(p), norm(u)
-            ratio = torch.where((ours == 0) | (theirs == 0), torch.ones_like(ours), ours / theirs)
-            return u * ratio.to(u.dtype)
-
-        return tree.map(rescale, updates, need_params("scale_by_trust_ratio", params)), state
-
+    needs_params = True
     acts_per_leaf = True
+
+    def leaf(self, n: Any, u: Tensor, p: Tensor) -> Tensor:
+        ours, theirs = norm(p), norm(u)
+        ratio = torch.where((ours == 0) | (theirs == 0), torch.ones_like(ours), ours / theirs)
+        return u * ratio.to(u.dtype)
 
 
 @dataclass(frozen=True)
@@ -221,9 +199,7 @@ class add_decayed_weights(Direction):
     weight_decay: Scalar
     mask: Mask = None
 
-    def update(
-        self, updates: Updates, state: OptState, params: Params | None = None
-    ) -> tuple[Updates, OptState]:
-        params = need_params("add_decayed_weights", params)
-        rate = shared(self.weight_decay)
-        return where_selected(self.mask, lambda u, p: u + rate(p) * p, updates, params), state
+    needs_params = True
+
+    def leaf(self, n: Any, u: Tensor, p: Tensor) -> Tensor:
+        return u + n.weight_decay(p) * p  # type: ignore[no-any-return]

@@ -18,6 +18,7 @@ from typing import Any, Self, cast, overload
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from functional_cg.optim.algebra.arguments import are_numbers, refuse_missing, refuse_unknown, require
 
@@ -37,14 +38,15 @@ class Schedule(metaclass=Documented):
     @overload
     def __call__(self, count: int) -> float: ...
     def __call__(self, count: int | Tensor) -> float | Tensor:
-        out: float | Tensor = self.value(
-            count.to(torch.float64) if isinstance(count, Tensor) else float(count)
-        )
-        return out
+        if isinstance(count, Tensor):
+            out: Tensor = self.value(count.to(torch.float64))
+            return out
+        with _disable_current_modes(), torch._C.DisableTorchFunction():  # a trace may be running
+            return float(self.value(torch.tensor(float(count), dtype=torch.float64, device="cpu")))
 
     @abstractmethod
     def value(self, t: Any) -> Any:
-        """The value at ``t``; a float gives a float, f64[] gives f64[]."""
+        """The value at ``t``, f64[]; for a Python number it is computed on the host."""
 
 
 class _Checked(Schedule):
@@ -52,38 +54,18 @@ class _Checked(Schedule):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        given = [
-            (one, getattr(self, one.name)) for one in fields(cast("Any", self)) if one.name not in _OTHERS
-        ]
-        numbers = {one.name: value for one, value in given if value is not None or one.default is not None}
+        given = [(one, getattr(self, one.name)) for one in fields(cast("Any", self))]
+        numbers = {
+            one.name: value
+            for one, value in given
+            if one.name not in _OTHERS and (value is not None or one.default is not None)
+        }
         are_numbers(name, **numbers)
         for key in numbers.keys() & {"transition_steps", "decay_steps", "decay_rate"}:
             require(numbers[key] > 0, f"{name}: {key} must be positive, got {numbers[key]}")
 
 
 _OTHERS = ("boundaries_and_scales", "staircase")  # arguments that are no numbers
-
-
-def clip(x: Any, low: float, high: float) -> Any:
-    return x.clamp(low, high) if isinstance(x, Tensor) else min(max(x, low), high)
-
-
-def cos(x: Any) -> Any:
-    return torch.cos(x) if isinstance(x, Tensor) else math.cos(x)
-
-
-def floor(x: Any) -> Any:
-    return torch.floor(x) if isinstance(x, Tensor) else float(math.floor(x))
-
-
-def where(condition: Any, yes: Any, no: Any) -> Any:
-    if isinstance(condition, Tensor):
-        return torch.where(condition, yes, no)
-    return yes if condition else no
-
-
-def fill(t: Any, value: float) -> Any:
-    return torch.full_like(t, value) if isinstance(t, Tensor) else float(value)
 
 
 @dataclass(frozen=True)
@@ -97,7 +79,7 @@ class constant(_Checked):
     constant_value: float
 
     def value(self, t: Any) -> Any:
-        return fill(t, self.constant_value)
+        return torch.full_like(t, self.constant_value)
 
 
 @dataclass(frozen=True)
@@ -124,7 +106,7 @@ class linear(_Checked):
     transition_begin: int = 0
 
     def value(self, t: Any) -> Any:
-        part = clip((t - self.transition_begin) / self.transition_steps, 0.0, 1.0)
+        part = ((t - self.transition_begin) / self.transition_steps).clamp(0.0, 1.0)
         return self.init_value * (1 - part) + self.end_value * part
 
 
@@ -146,7 +128,7 @@ class cosine(_Checked):
     end_value: float = 0.0
 
     def value(self, t: Any) -> Any:
-        part = (1 + cos(math.pi * clip(t / self.decay_steps, 0.0, 1.0))) / 2
+        part = (1 + torch.cos(math.pi * (t / self.decay_steps).clamp(0.0, 1.0))) / 2
         return self.init_value * part + self.end_value * (1 - part)
 
 
@@ -195,12 +177,11 @@ class warmup_cosine(_Checked):
 
     def value(self, t: Any) -> Any:
         decay = cosine(self.peak_value, self.decay_steps - self.warmup_steps, self.end_value)
-        down = decay.value(clip(t - self.warmup_steps, 0.0, math.inf))
+        down = decay.value((t - self.warmup_steps).clamp(0.0, math.inf))
         if self.warmup_steps == 0:
             return down
-        return where(
-            t < self.warmup_steps, linear(self.init_value, self.peak_value, self.warmup_steps).value(t), down
-        )
+        up = linear(self.init_value, self.peak_value, self.warmup_steps).value(t)
+        return torch.where(t < self.warmup_steps, up, down)
 
 
 @dataclass(frozen=True)
@@ -228,9 +209,9 @@ class piecewise_constant(_Checked):
         object.__setattr__(self, "boundaries_and_scales", pairs)
 
     def value(self, t: Any) -> Any:
-        out = fill(t, self.init_value)
+        out = torch.full_like(t, self.init_value)
         for boundary, factor in dict(self.boundaries_and_scales).items():
-            out = where(t >= boundary, out * factor, out)
+            out = torch.where(t >= boundary, out * factor, out)
         return out
 
 
@@ -261,9 +242,9 @@ class exponential(_Checked):
 
     def value(self, t: Any) -> Any:
         exponent = t / self.transition_steps
-        out = self.init_value * self.decay_rate ** (floor(exponent) if self.staircase else exponent)
+        out = self.init_value * self.decay_rate ** (torch.floor(exponent) if self.staircase else exponent)
         if self.end_value is None:
             return out
         if self.decay_rate < 1:
-            return clip(out, self.end_value, math.inf)
-        return clip(out, -math.inf, self.end_value)
+            return out.clamp(self.end_value, math.inf)
+        return out.clamp(-math.inf, self.end_value)

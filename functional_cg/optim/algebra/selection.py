@@ -3,11 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from functional_cg import tree
 from functional_cg.errors import LayoutError
-from functional_cg.optim.algebra.base import thaw
+
+
+@dataclass(frozen=True)
+class FrozenTree:
+    """An immutable, hashable pytree with hashable leaves; prints as the tree."""
+
+    leaves: tuple[Any, ...]
+    treedef: tree.Treedef
+
+    def thaw(self) -> Any:
+        """Return a fresh copy of the tree."""
+        return tree.unflatten(self.treedef, self.leaves)
+
+    def __repr__(self) -> str:
+        return repr(self.thaw())
+
+
+def freeze(value: Any) -> Any:
+    """Turn containers into a :class:`FrozenTree`, immune to later mutation; return anything else unchanged."""
+    if not isinstance(value, (dict, list, tuple)):
+        return value
+    flat, treedef = tree.flatten(value)
+    return FrozenTree(tuple(flat), treedef)
+
+
+def thaw(value: Any) -> Any:
+    """Undo :func:`freeze`."""
+    return value.thaw() if isinstance(value, FrozenTree) else value
 
 
 def broadcast_prefix(prefix: Any, full: Any, name: str) -> list[Any]:

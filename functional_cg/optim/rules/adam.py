@@ -12,9 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_cg import tree
-from functional_cg.optim.algebra.arithmetic import averaged, squared
-from functional_cg.optim.algebra.base import Direction, Params, Scalar, ScalarOrSchedule, Updates, shared
+from functional_cg.optim.algebra.arithmetic import averaged
+from functional_cg.optim.algebra.base import Direction, Scalar, ScalarOrSchedule, Updates
 from functional_cg.optim.algebra.links import Mask, add_decayed_weights, scale_by_trust_ratio
 from functional_cg.optim.rules.aliases import Alias, Fused
 
@@ -43,26 +42,26 @@ class _Moments(Direction):
 
     keeps: ClassVar[Any] = ScaleByAdamState
 
-    def update(self, updates: Updates, state: Any, params: Params | None = None) -> tuple[Updates, Any]:
-        mu = averaged(self.b1, state.mu, updates)
-        nu = self._second(state.nu, updates, mu)
-        return self._direction(updates, state._replace(count=state.count + 1, mu=mu, nu=nu))
-
-    def _second(self, nu: Updates, updates: Updates, mu: Updates) -> Updates:
-        """The second moment after this update; ``mu`` is the first one."""
-        return averaged(self.b2, nu, squared(updates))
-
-    def _direction(self, updates: Updates, state: Any) -> tuple[Updates, Any]:
-        """The direction, and the state; in ``state`` the moments are those after this update."""
-        return self._corrected(state.count, state.mu, state.nu), state
-
-    def _corrected(self, count: Tensor, mu: Updates, nu: Updates, *, bias_correction: bool = True) -> Updates:
-        """Compute ``mu_hat / (sqrt(nu_hat) + eps)`` for every leaf; both corrections are f64[], computed once."""
+    def begin(self, state: Any) -> tuple[Any, dict[str, Scalar]]:
+        count = state.count + 1
         t = count.to(torch.float64)
-        of_mu = shared(1 / (1 - self.b1**t) if bias_correction else 1.0)
-        of_root = shared(1 / torch.sqrt(1 - self.b2**t) if bias_correction else 1.0)
-        eps = shared(self.eps)
-        return tree.map(lambda m, v: (m * of_mu(m)) / (v.sqrt() * of_root(v) + eps(v)), mu, nu)
+        return state._replace(count=count), {
+            "of_mu": 1 / (1 - self.b1**t),
+            "of_root": 1 / torch.sqrt(1 - self.b2**t),
+        }
+
+    def leaf(self, n: Any, u: Tensor, p: Any, mu: Tensor, nu: Tensor) -> tuple[Tensor, ...]:
+        mu = averaged(n.b1, mu, u)
+        nu = self._second(n, nu, u, mu)
+        return self._direction(n, mu, nu), mu, nu
+
+    def _second(self, n: Any, nu: Tensor, u: Tensor, mu: Tensor) -> Tensor:
+        """The second moment after this update; ``mu`` is the first one."""
+        return averaged(n.b2, nu, torch.square(u))
+
+    def _direction(self, n: Any, mu: Tensor, nu: Tensor) -> Tensor:
+        """``mu_hat / (sqrt(nu_hat) + eps)``."""
+        return (mu * n.of_mu(mu)) / (nu.sqrt() * n.of_root(nu) + n.eps(nu))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,10 @@ class scale_by_adam(_Moments):
 
     bias_correction: bool = True
 
-    def _direction(self, updates: Updates, state: Any) -> tuple[Updates, Any]:
-        corrected = self._corrected(state.count, state.mu, state.nu, bias_correction=self.bias_correction)
-        return corrected, state
+    def begin(self, state: Any) -> tuple[Any, dict[str, Scalar]]:
+        if self.bias_correction:
+            return super().begin(state)
+        return state._replace(count=state.count + 1), {"of_mu": 1.0, "of_root": 1.0}
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,9 @@ class scale_by_yogi(_Moments):
     eps: Scalar = 1e-3
     initial_accumulator_value: float = 1e-6
 
-    def _second(self, nu: Updates, updates: Updates, mu: Updates) -> Updates:
-        rest = shared(1 - self.b2)
-
-        def bounded(v: Tensor, u: Tensor) -> Tensor:
-            square = u * u
-            return v - rest(v) * torch.sign(v - square) * square
-
-        return tree.map(bounded, nu, updates)
+    def _second(self, n: Any, nu: Tensor, u: Tensor, mu: Tensor) -> Tensor:
+        square = u * u
+        return nu - n.b2.rest(nu) * torch.sign(nu - square) * square  # type: ignore[no-any-return]
 
 
 class ScaleByAmsgradState(NamedTuple):
@@ -158,9 +153,12 @@ class scale_by_amsgrad(_Moments):
 
     keeps = ScaleByAmsgradState
 
-    def _direction(self, updates: Updates, state: Any) -> tuple[Updates, Any]:
-        nu_max = tree.map(torch.maximum, state.nu_max, state.nu)
-        return self._corrected(state.count, state.mu, nu_max), state._replace(nu_max=nu_max)
+    def leaf(  # type: ignore[override]
+        self, n: Any, u: Tensor, p: Any, mu: Tensor, nu: Tensor, nu_max: Tensor
+    ) -> tuple[Tensor, ...]:
+        mu, nu = averaged(n.b1, mu, u), averaged(n.b2, nu, torch.square(u))
+        nu_max = torch.maximum(nu_max, nu)
+        return self._direction(n, mu, nu_max), mu, nu, nu_max
 
 
 @dataclass(frozen=True)
@@ -188,13 +186,11 @@ class scale_by_adamax(_Moments):
       {'w': tensor([ 1., -1.])}
     """
 
-    def _second(self, nu: Updates, updates: Updates, mu: Updates) -> Updates:
-        b2, eps = shared(self.b2), shared(self.eps)
-        return tree.map(lambda v, u: torch.maximum(b2(v) * v, u.abs() + eps(u)), nu, updates)
+    def _second(self, n: Any, nu: Tensor, u: Tensor, mu: Tensor) -> Tensor:
+        return torch.maximum(n.b2(nu) * nu, u.abs() + n.eps(u))
 
-    def _direction(self, updates: Updates, state: Any) -> tuple[Updates, Any]:
-        correct = shared(1 / (1 - self.b1 ** state.count.to(torch.float64)))
-        return tree.map(lambda m, v: m * correct(m) / v, state.mu, state.nu), state
+    def _direction(self, n: Any, mu: Tensor, nu: Tensor) -> Tensor:
+        return mu * n.of_mu(mu) / nu  # type: ignore[no-any-return]
 
 
 class ScaleByNadamState(NamedTuple):
@@ -238,19 +234,17 @@ class scale_by_nadam(_Moments):
 
     keeps = ScaleByNadamState
 
-    def _direction(self, updates: Updates, state: Any) -> tuple[Updates, Any]:
+    def begin(self, state: Any) -> tuple[Any, dict[str, Scalar]]:
+        state, more = super().begin(state)
         t = state.count.to(torch.float64)
         now, ahead = (self.b1 * (1 - 0.5 * 0.96 ** (step * self.momentum_decay)) for step in (t, t + 1))
         product = state.product * now
-        of_mu, of_u = shared(ahead / (1 - product * ahead)), shared((1 - now) / (1 - product))
-        root, eps = shared(1 / torch.sqrt(1 - self.b2**t)), shared(self.eps)
-        out = tree.map(
-            lambda m, v, u: (of_mu(m) * m + of_u(u) * u) / (v.sqrt() * root(v) + eps(v)),
-            state.mu,
-            state.nu,
-            updates,
-        )
-        return out, state._replace(product=product)
+        more |= {"of_mu": ahead / (1 - product * ahead), "of_u": (1 - now) / (1 - product)}
+        return state._replace(product=product), more
+
+    def leaf(self, n: Any, u: Tensor, p: Any, mu: Tensor, nu: Tensor) -> tuple[Tensor, ...]:
+        mu, nu = averaged(n.b1, mu, u), averaged(n.b2, nu, torch.square(u))
+        return (n.of_mu(mu) * mu + n.of_u(u) * u) / (nu.sqrt() * n.of_root(nu) + n.eps(nu)), mu, nu
 
 
 @dataclass(frozen=True)
@@ -280,19 +274,17 @@ class scale_by_radam(_Moments):
       {'w': tensor([ 4., -2.])}
     """
 
-    def _direction(self, updates: Updates, state: Any) -> tuple[Updates, Any]:
+    def begin(self, state: Any) -> tuple[Any, dict[str, Scalar]]:
+        state, more = super().begin(state)
         t = state.count.to(torch.float64)
         limit, power = 2 / (1 - self.b2) - 1, self.b2**t
         r = limit - 2 * t * power / (1 - power)
         certain = (r - 4) * (r - 2) * limit / ((limit - 4) * (limit - 2) * r) * (1 - power)
-        root, known = shared(torch.sqrt(certain.clamp(min=0))), r > 5
-        correct, eps = shared(1 / (1 - self.b1**t)), shared(self.eps)
+        return state, more | {"root": torch.sqrt(certain.clamp(min=0)), "known": r > 5}
 
-        def scaled(m: Tensor, v: Tensor) -> Tensor:
-            factor = root(v) / (v.sqrt() + eps(v))
-            return m * correct(m) * torch.where(known.to(v.device), factor, torch.ones_like(v))
-
-        return tree.map(scaled, state.mu, state.nu), state
+    def _direction(self, n: Any, mu: Tensor, nu: Tensor) -> Tensor:
+        factor = n.root(nu) / (nu.sqrt() + n.eps(nu))
+        return mu * n.of_mu(mu) * torch.where(n.known(nu), factor, torch.ones_like(nu))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -322,10 +314,8 @@ class scale_by_belief(_Moments):
 
     eps: Scalar = 1e-16
 
-    def _second(self, nu: Updates, updates: Updates, mu: Updates) -> Updates:
-        eps = shared(self.eps)
-        surprise = squared(tree.map(torch.sub, updates, mu))
-        return tree.map(lambda v: v + eps(v), averaged(self.b2, nu, surprise))
+    def _second(self, n: Any, nu: Tensor, u: Tensor, mu: Tensor) -> Tensor:
+        return averaged(n.b2, nu, torch.square(u - mu)) + n.eps(nu)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ use has a zero gradient, not None as in ``torch.optim``: moments and weight deca
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, ClassVar
 
@@ -24,19 +24,18 @@ from functional_cg.optim.algebra.base import (
     Optimizer,
     OptState,
     Params,
-    Rule,
     ScalarOrSchedule,
+    Shared,
     StepFn,
     Updates,
-    shared,
 )
-from functional_cg.optim.algebra.combine import chain
+from functional_cg.optim.algebra.combine import Sequence
 from functional_cg.optim.algebra.links import scale_by_learning_rate
 from functional_cg.optim.algebra.selection import resolve_flags
 from functional_cg.optim.rules import fused as _fused
 
 
-class Alias(Optimizer):
+class Alias(Optimizer, Sequence):
     """An optimizer that is short for a chain; its state is that of the chain, a tuple.
 
     The chain is the links of the classes ``rule``, each made of the fields that have the names of its own, and the
@@ -57,21 +56,15 @@ class Alias(Optimizer):
         return made
 
     @property
-    def parts(self) -> tuple[GradientTransformation, ...]:
-        return self.links
-
-    def init(self, params: Params) -> OptState:
-        return chain(*self.links).init(params)
+    def paths(self) -> list[tuple[GradientTransformation, ...]]:
+        return [(self,)]
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None
     ) -> tuple[Updates, OptState]:
-        new = chain(*self.links).update(updates, state, params)
+        new = super().update(updates, state, params)
         hand_back((updates, state), new)
         return new
-
-    def rules(self, state: OptState, params: Params) -> Iterator[Rule]:
-        return chain(*self.links).rules(state, params)
 
 
 class Fused(Alias):
@@ -96,7 +89,7 @@ class Fused(Alias):
         count = kept.pop("count") + 1 if "count" in kept else None
         numbers = {key: getattr(self, name) for name, key in self.names.items()}
         decay = getattr(self, "weight_decay", 0.0)
-        keep = shared(1 - lr * decay if isinstance(decay, Tensor) else 1.0)
+        keep = Shared(1 - lr * decay if isinstance(decay, Tensor) else 1.0)
 
         def call(columns: Any, decays: Any) -> Any:
             if decays and isinstance(

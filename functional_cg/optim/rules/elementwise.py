@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from functional_cg import tree
-from functional_cg.optim.algebra.arithmetic import averaged, squared
+from functional_cg.optim.algebra.arithmetic import averaged
 from functional_cg.optim.algebra.base import (
     Direction,
     GradientTransformation,
@@ -20,7 +19,6 @@ from functional_cg.optim.algebra.base import (
     Updates,
     full_like_tree,
     require,
-    shared,
 )
 from functional_cg.optim.algebra.links import Mask, add_decayed_weights, scale_by_learning_rate, trace
 from functional_cg.optim.rules.aliases import Alias, Fused
@@ -98,13 +96,9 @@ class scale_by_rss(Direction):
 
     keeps = ScaleByRssState
 
-    def update(
-        self, updates: Updates, state: ScaleByRssState, params: Params | None = None
-    ) -> tuple[Updates, ScaleByRssState]:
-        sums = tree.map(lambda s, u: s + u * u, state.sum_of_squares, updates)
-        eps = shared(self.eps)
-        out = tree.map(lambda s, u: u / (s.sqrt() + eps(s)), sums, updates)
-        return out, ScaleByRssState(state.count + 1, sums)
+    def leaf(self, n: Any, u: Tensor, p: Any, s: Tensor) -> tuple[Tensor, Tensor]:
+        s = s + u * u
+        return u / (s.sqrt() + n.eps(s)), s
 
 
 @dataclass(frozen=True)
@@ -176,20 +170,16 @@ class scale_by_rms(Direction):
     eps: Scalar = 1e-8
     centered: bool = False
 
+    keeps = ScaleByRmsState
+
     def init(self, params: Params) -> ScaleByRmsState:
         return ScaleByRmsState(full_like_tree(params), full_like_tree(params) if self.centered else None)
 
-    def update(
-        self, updates: Updates, state: ScaleByRmsState, params: Params | None = None
-    ) -> tuple[Updates, ScaleByRmsState]:
-        eps = shared(self.eps)
-        nu, mu = averaged(self.decay, state.nu, squared(updates)), state.mu
-        variance = nu
-        if self.centered:
-            mu = averaged(self.decay, mu, updates)
-            variance = tree.map(lambda v, m: v - m * m, nu, mu)
-        out = tree.map(lambda u, v: u / (v.sqrt() + eps(v)), updates, variance)
-        return out, ScaleByRmsState(nu, mu)
+    def leaf(self, n: Any, u: Tensor, p: Any, nu: Tensor, mu: Tensor | None) -> tuple[Tensor | None, ...]:
+        nu = averaged(n.decay, nu, torch.square(u))
+        mu = None if mu is None else averaged(n.decay, mu, u)
+        variance = nu if mu is None else nu - mu * mu
+        return u / (variance.sqrt() + n.eps(variance)), nu, mu
 
 
 @dataclass(frozen=True)
@@ -268,15 +258,10 @@ class scale_by_adadelta(Direction):
 
     keeps = ScaleByAdadeltaState
 
-    def update(
-        self, updates: Updates, state: ScaleByAdadeltaState, params: Params | None = None
-    ) -> tuple[Updates, ScaleByAdadeltaState]:
-        eps = shared(self.eps)
-        sizes = averaged(self.decay, state.of_updates, squared(updates))
-        out = tree.map(
-            lambda u, s, e: (e + eps(e)).sqrt() / (s + eps(s)).sqrt() * u, updates, sizes, state.of_deltas
-        )
-        return out, ScaleByAdadeltaState(sizes, averaged(self.decay, state.of_deltas, squared(out)))
+    def leaf(self, n: Any, u: Tensor, p: Any, s: Tensor, e: Tensor) -> tuple[Tensor, ...]:
+        s = averaged(n.decay, s, torch.square(u))
+        out = (e + n.eps(e)).sqrt() / (s + n.eps(s)).sqrt() * u
+        return out, s, averaged(n.decay, e, torch.square(out))
 
 
 @dataclass(frozen=True)
@@ -343,11 +328,8 @@ class scale_by_lion(Direction):
 
     keeps = ScaleByLionState
 
-    def update(
-        self, updates: Updates, state: ScaleByLionState, params: Params | None = None
-    ) -> tuple[Updates, ScaleByLionState]:
-        out = tree.map(torch.sign, averaged(self.b1, state.mu, updates))
-        return out, ScaleByLionState(averaged(self.b2, state.mu, updates))
+    def leaf(self, n: Any, u: Tensor, p: Any, mu: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.sign(averaged(n.b1, mu, u)), averaged(n.b2, mu, u)
 
 
 @dataclass(frozen=True)

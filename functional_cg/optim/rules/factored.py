@@ -6,33 +6,31 @@ A sharded leaf is gathered, so that rows and columns are those of the whole, and
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from functional_cg import tree
-from functional_cg.optim.algebra.arithmetic import averaged, norm, where_selected
+from functional_cg.optim.algebra.arithmetic import averaged, norm, placed_like, where_selected, whole
 from functional_cg.optim.algebra.base import (
     Direction,
     GradientTransformation,
     Link,
     Optimizer,
-    OptState,
     Params,
     Scalar,
     ScalarOrSchedule,
+    Shared,
     Updates,
     full_like_tree,
     need_params,
     rate_at,
     require,
-    shared,
     zero_count,
 )
 from functional_cg.optim.algebra.combine import chain
 from functional_cg.optim.algebra.links import Mask, descend
-from functional_cg.optim.algebra.whole import placed_like, whole
 
 
 class ScaleByFactoredRmsState(NamedTuple):
@@ -76,6 +74,7 @@ class scale_by_factored_rms(Direction):
     eps: float | None = None
 
     acts_per_leaf = True
+    keeps = ScaleByFactoredRmsState
 
     def init(self, params: Params) -> ScaleByFactoredRmsState:
         def means(leaf: Tensor, dim: int) -> Tensor | None:
@@ -89,37 +88,25 @@ class scale_by_factored_rms(Direction):
         vectors = tree.map(lambda leaf: leaf if leaf.dim() < 2 else None, params)
         return ScaleByFactoredRmsState(zero_count(params), rows, columns, full_like_tree(vectors))
 
-    def update(
-        self, updates: Updates, state: ScaleByFactoredRmsState, params: Params | None = None
-    ) -> tuple[Updates, ScaleByFactoredRmsState]:
-        decay = 1 - (state.count + 1).to(torch.float64) ** -self.decay_rate
-        flat, treedef = tree.flatten(updates)
-        matrices = [leaf.dim() > 1 for leaf in flat]
-        wholes = [whole(u) if matrix else u for u, matrix in zip(flat, matrices, strict=True)]
-        squares = [(w * w, matrix) for w, matrix in zip(wholes, matrices, strict=True)]
-        of_rows = [_mean(s, -1) for s, matrix in squares if matrix]
-        of_columns = [_mean(s, -2) for s, matrix in squares if matrix]
-        kept = [
-            averaged(decay, tree.leaves(old), new)
-            for old, new in (
-                (state.rows, of_rows),
-                (state.columns, of_columns),
-                (state.elements, [s for s, matrix in squares if not matrix]),
-            )
-        ]
-        pairs, singles = iter(zip(kept[0], kept[1], strict=True)), iter(kept[2])
-        out = []
-        for u, w, matrix in zip(flat, wholes, matrices, strict=True):
-            eps = torch.finfo(u.dtype).eps if self.eps is None else self.eps
-            if matrix:
-                r, c = next(pairs)
-                nu = r * c / _mean(r, -2).clamp(min=eps)
-                out.append(placed_like(w * nu.clamp(min=eps**2).rsqrt(), u))
-            else:
-                out.append(u * next(singles).clamp(min=eps**2).rsqrt())
-        shapes = (state.rows, state.columns, state.elements)
-        new = [tree.unflatten(tree.flatten(old)[1], leaves) for old, leaves in zip(shapes, kept, strict=True)]
-        return tree.unflatten(treedef, out), ScaleByFactoredRmsState(state.count + 1, *new)
+    def begin(self, state: ScaleByFactoredRmsState) -> tuple[Any, dict[str, Scalar]]:
+        count = state.count + 1
+        return state._replace(count=count), {"decay": 1 - count.to(torch.float64) ** -self.decay_rate}
+
+    def leaf(
+        self, n: Any, u: Tensor, p: Any, rows: Tensor | None, columns: Tensor | None, elements: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        eps = torch.finfo(u.dtype).eps if self.eps is None else self.eps
+        if elements is not None:
+            elements = averaged(n.decay, elements, u * u)
+            return u * elements.clamp(min=eps**2).rsqrt(), None, None, elements
+        matrix = whole(u)
+        square = matrix * matrix
+        rows, columns = (
+            averaged(n.decay, rows, _mean(square, -1)),
+            averaged(n.decay, columns, _mean(square, -2)),
+        )
+        nu = rows * columns / _mean(rows, -2).clamp(min=eps)
+        return placed_like(matrix * nu.clamp(min=eps**2).rsqrt(), u), rows, columns, None
 
 
 def _mean(matrix: Tensor, dim: int) -> Tensor:
@@ -155,16 +142,9 @@ class clip_by_rms(Link):
 
     acts_per_leaf = True
 
-    def update(
-        self, updates: Updates, state: OptState, params: Params | None = None
-    ) -> tuple[Updates, OptState]:
-        threshold = shared(self.threshold)
-
-        def clipped(u: Tensor) -> Tensor:
-            size = root_mean_square(u)
-            return u / (size / threshold(size)).clamp(min=1).to(u.dtype)
-
-        return tree.map(clipped, updates), state
+    def leaf(self, n: Any, u: Tensor, p: Any) -> Tensor:
+        size = root_mean_square(u)
+        return u / (size / n.threshold(size)).clamp(min=1).to(u.dtype)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -188,18 +168,12 @@ class scale_by_param_rms(Link):
 
     min_scale: Scalar = 1e-3
 
+    needs_params = True
     acts_per_leaf = True
 
-    def update(
-        self, updates: Updates, state: OptState, params: Params | None = None
-    ) -> tuple[Updates, OptState]:
-        least = shared(self.min_scale)
-
-        def scaled(u: Tensor, p: Tensor) -> Tensor:
-            size = root_mean_square(p)
-            return u * size.clamp(min=least(size)).to(u.dtype)
-
-        return tree.map(scaled, updates, need_params("scale_by_param_rms", params)), state
+    def leaf(self, n: Any, u: Tensor, p: Tensor) -> Tensor:
+        size = root_mean_square(p)
+        return u * size.clamp(min=n.min_scale(size)).to(u.dtype)
 
 
 @dataclass(frozen=True)
@@ -246,10 +220,12 @@ class adafactor(Optimizer):
         pair = isinstance(self.eps, (tuple, list)) and len(self.eps) == 2
         require(pair, f"adafactor: eps is a pair, got {self.eps!r}")
         object.__setattr__(self, "eps", tuple(self.eps))
-        _ = self.parts  # each checks its own arguments
+        _ = self.links  # each checks its own arguments
+
+    acts_per_leaf = True
 
     @property
-    def parts(self) -> tuple[GradientTransformation, ...]:
+    def links(self) -> tuple[GradientTransformation, ...]:
         return (
             scale_by_factored_rms(self.decay_rate, self.eps[0]),
             clip_by_rms(self.clipping_threshold),
@@ -265,7 +241,7 @@ class adafactor(Optimizer):
         params = need_params("adafactor", params)
         rate = rate_at(self.learning_rate, state.count)
         bound = (state.count + 1).to(torch.float64).rsqrt()
-        updates, (state, *_) = chain(*self.parts).update(updates, (state, (), ()), params)
-        decay = shared(rate * self.weight_decay)
+        updates, (state, *_) = chain(*self.links).update(updates, (state, (), ()), params)
+        decay = Shared(rate * self.weight_decay)
         moved = descend(updates, bound.clamp(max=rate))
         return where_selected(self.mask, lambda u, p: u - decay(p) * p, moved, params), state

@@ -1,4 +1,4 @@
-"""Preprocesses gradients: per-leaf clipping, centralization, freezing."""
+"""Preprocesses gradients: clipping, centralization, freezing. Nothing waits for the host."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ import torch
 from torch import Tensor
 
 from functional_cg import tree
-from functional_cg.optim.algebra.arithmetic import norm
+from functional_cg.optim.algebra.arithmetic import leaf_norms, norm, placed_like, whole
 from functional_cg.optim.algebra.base import (
     Link,
     OptState,
     Params,
     Scalar,
     Updates,
-    need_params,
-    shared,
 )
-from functional_cg.optim.algebra.selection import resolve_flags
-from functional_cg.optim.algebra.whole import placed_like, whole
+from functional_cg.optim.rules import fused as _fused
 
 
 @dataclass(frozen=True)
@@ -43,11 +40,9 @@ class clip_by_value(Link):
 
     max_delta: Scalar
 
-    def update(
-        self, updates: Updates, state: OptState, params: Params | None = None
-    ) -> tuple[Updates, OptState]:
-        low, high = shared(-self.max_delta), shared(self.max_delta)
-        return tree.map(lambda u: u.clamp(low(u), high(u)), updates), state
+    def leaf(self, n: Any, u: Tensor, p: Any) -> Tensor:
+        most = n.max_delta(u)
+        return u.clamp(-most, most)
 
 
 @dataclass(frozen=True)
@@ -72,16 +67,10 @@ class clip_by_norm(Link):
 
     acts_per_leaf = True
 
-    def update(
-        self, updates: Updates, state: OptState, params: Params | None = None
-    ) -> tuple[Updates, OptState]:
-        most = shared(self.max_norm)
-
-        def clipped(u: Tensor) -> Tensor:
-            size = norm(u)
-            return u * (most(size) / size.clamp(min=most(size))).to(u.dtype)
-
-        return tree.map(clipped, updates), state
+    def leaf(self, n: Any, u: Tensor, p: Any) -> Tensor:
+        size = norm(u)
+        most = n.max_norm(size)
+        return u * (most / size.clamp(min=most)).to(u.dtype)  # type: ignore[no-any-return]
 
 
 def _unit_norm(leaf: Tensor) -> Tensor:
@@ -122,22 +111,16 @@ class adaptive_clip(Link):
     clipping: Scalar
     eps: Scalar = 1e-3
 
+    needs_params = True
     acts_per_leaf = True
 
-    def update(
-        self, updates: Updates, state: OptState, params: Params | None = None
-    ) -> tuple[Updates, OptState]:
-        ratio, least = shared(self.clipping), shared(self.eps)
-
-        def clipped(u: Tensor, p: Tensor) -> Tensor:
-            units, weights = (whole(u), whole(p)) if u.dim() > 1 else (u, p)
-            size, own = _unit_norm(units), _unit_norm(weights)
-            bound = ratio(own) * own.clamp(min=least(own))
-            small = torch.finfo(size.dtype).tiny
-            scaled = units * (bound / size.clamp(min=small)).clamp(max=1).to(u.dtype)
-            return placed_like(scaled, u) if u.dim() > 1 else scaled
-
-        return tree.map(clipped, updates, need_params("adaptive_clip", params)), state
+    def leaf(self, n: Any, u: Tensor, p: Tensor) -> Tensor:
+        units, weights = (whole(u), whole(p)) if u.dim() > 1 else (u, p)
+        size, own = _unit_norm(units), _unit_norm(weights)
+        bound = n.clipping(own) * own.clamp(min=n.eps(own))
+        small = torch.finfo(size.dtype).tiny
+        scaled = units * (bound / size.clamp(min=small)).clamp(max=1).to(u.dtype)
+        return placed_like(scaled, u) if u.dim() > 1 else scaled
 
 
 @dataclass(frozen=True)
@@ -158,16 +141,11 @@ class centralize(Link):
 
     acts_per_leaf = True
 
-    def update(
-        self, updates: Updates, state: OptState, params: Params | None = None
-    ) -> tuple[Updates, OptState]:
-        def centred(u: Tensor) -> Tensor:
-            if u.dim() < 2:
-                return u
-            all_of_it = whole(u)
-            return placed_like(all_of_it - all_of_it.mean(_inputs(u), keepdim=True), u)
-
-        return tree.map(centred, updates), state
+    def leaf(self, n: Any, u: Tensor, p: Any) -> Tensor:
+        if u.dim() < 2:
+            return u
+        matrix = whole(u)
+        return placed_like(matrix - matrix.mean(_inputs(u), keepdim=True), u)
 
 
 @dataclass(frozen=True)
@@ -193,10 +171,65 @@ class freeze(Link):
 
     mask: Any
 
+    def leaf(self, n: Any, u: Tensor, p: Any) -> Tensor:
+        return torch.zeros_like(u)
+
+
+def global_norm(updates: Updates) -> Tensor:
+    """L2 norm over all leaves together, on the device.
+
+    Each leaf's norm is computed in its dtype (float32 or wider), and the norm of those norms in float64, so the result
+    does not depend on the number of leaves; the last bits still differ from the norm of one flat vector.
+
+    Returns:
+      f64[] on the device of the first leaf; 0 for a tree without leaves.
+
+    Example:
+      >>> import torch
+      >>> from functional_cg import optim
+      >>> optim.global_norm({"w": torch.tensor([3.0]), "b": torch.tensor(4.0)})
+      tensor(5., dtype=torch.float64)
+    """
+    flat = tree.leaves(updates)
+    if not flat:
+        return torch.zeros((), dtype=torch.float64)
+
+    stacked = torch.stack([_fused.beside(norm, flat[0]) for norm in leaf_norms(flat)])
+    norm: Tensor = torch.linalg.vector_norm(stacked, dtype=torch.float64)
+    return norm
+
+
+@dataclass(frozen=True)
+class clip_by_global_norm(Link):
+    """Clip the global norm to ``max_norm``: scale all leaves by ``max_norm / max(norm, max_norm)``.
+
+    Norm and factor stay on the device; see :func:`global_norm` for how the norm is accumulated. The factor is
+    cast to the dtype of each leaf. A norm of NaN makes every leaf NaN. ``torch.nn.utils.clip_grad_norm_``
+    divides by ``norm + 1e-6`` instead. Source: Pascanu et al. 2013; ``optax.clip_by_global_norm``.
+
+    Attributes:
+      max_norm: Positive number, or f32[].
+
+    Example:
+      >>> import torch
+      >>> from functional_cg import optim
+      >>> clip = optim.clip_by_global_norm(1.0)
+      >>> clip.update({"w": torch.tensor([3.0, 4.0])}, clip.init(None))[0]
+      {'w': tensor([0.6000, 0.8000])}
+    """
+
+    max_norm: Scalar
+
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None
     ) -> tuple[Updates, OptState]:
         flat, treedef = tree.flatten(updates)
-        flags = resolve_flags(self.mask, updates if params is None else params)
-        held = [torch.zeros_like(u) if on else u for u, on in zip(flat, flags, strict=True)]
-        return tree.unflatten(treedef, held), state
+        if not flat:
+            return updates, state
+        factor = self.max_norm / global_norm(flat).clamp(min=self.max_norm)
+
+        def rescale(columns: Any, _: Any) -> tuple[Any]:
+            leaf = columns[0][0]
+            return (torch._foreach_mul(columns[0], _fused.beside(factor, leaf).to(leaf.dtype)),)
+
+        return tree.unflatten(treedef, _fused.per_group(rescale, [flat])[0]), state

@@ -6,24 +6,21 @@ Norms are per leaf, in float32 or wider, and over all ranks if the leaf is shard
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from functional_cg import tree
-from functional_cg.optim.algebra.arithmetic import norm, where_selected
+from functional_cg.optim.algebra.arithmetic import averaged, norm
 from functional_cg.optim.algebra.base import (
     Direction,
     GradientTransformation,
-    OptState,
     Params,
     Scalar,
     ScalarOrSchedule,
     Updates,
     full_like_tree,
-    need_params,
-    shared,
     zero_count,
 )
 from functional_cg.optim.algebra.links import Mask, add_decayed_weights, scale_by_learning_rate, trace
@@ -62,22 +59,15 @@ class scale_by_lars(Direction):
     eps: Scalar = 1e-8
     mask: Mask = None
 
+    needs_params = True
     acts_per_leaf = True
 
-    def update(
-        self, updates: Updates, state: OptState, params: Params | None = None
-    ) -> tuple[Updates, OptState]:
-        params = need_params("scale_by_lars", params)
-        decay, trust, eps = map(shared, (self.weight_decay, self.trust_coefficient, self.eps))
-
-        def scaled(u: Tensor, p: Tensor) -> Tensor:
-            ours, theirs = norm(p), norm(u)
-            ratio = trust(ours) * ours / (theirs + decay(ours) * ours + eps(ours))
-            still = (ours == 0) | (theirs == 0)
-            decayed = torch.where(still, u, u + decay(u) * p)
-            return decayed * torch.where(still, torch.ones_like(ratio), ratio).to(u.dtype)
-
-        return where_selected(self.mask, scaled, updates, params), state
+    def leaf(self, n: Any, u: Tensor, p: Tensor) -> Tensor:
+        ours, theirs = norm(p), norm(u)
+        ratio = n.trust_coefficient(ours) * ours / (theirs + n.weight_decay(ours) * ours + n.eps(ours))
+        still = (ours == 0) | (theirs == 0)
+        decayed = torch.where(still, u, u + n.weight_decay(u) * p)
+        return decayed * torch.where(still, torch.ones_like(ratio), ratio).to(u.dtype)
 
 
 @dataclass(frozen=True)
@@ -157,6 +147,7 @@ class scale_by_novograd(Direction):
     eps: Scalar = 1e-8
 
     acts_per_leaf = True
+    keeps = ScaleByNovogradState
 
     def init(self, params: Params) -> ScaleByNovogradState:
         full_like_tree(params)  # raises for leaves that are not floating
@@ -167,19 +158,13 @@ class scale_by_novograd(Direction):
 
         return ScaleByNovogradState(zero_count(params), tree.map(start, params))
 
-    def update(
-        self, updates: Updates, state: ScaleByNovogradState, params: Params | None = None
-    ) -> tuple[Updates, ScaleByNovogradState]:
-        keep, rest, eps = map(shared, (self.b2, 1 - self.b2, self.eps))
-        first = state.count == 0
+    def begin(self, state: ScaleByNovogradState) -> tuple[Any, dict[str, Any]]:
+        return state._replace(count=state.count + 1), {"first": state.count == 0}
 
-        def second(v: Tensor, u: Tensor) -> Tensor:
-            size = norm(u).square()
-            return torch.where(first.to(v.device), size, keep(v) * v + rest(v) * size)
-
-        nu = tree.map(second, state.nu, updates)
-        out = tree.map(lambda u, v: u / (v.sqrt() + eps(v)).to(u.dtype), updates, nu)
-        return out, ScaleByNovogradState(state.count + 1, nu)
+    def leaf(self, n: Any, u: Tensor, p: Any, nu: Tensor) -> tuple[Tensor, Tensor]:
+        square = norm(u).square()
+        nu = torch.where(n.first(nu), square, averaged(n.b2, nu, square))
+        return u / (nu.sqrt() + n.eps(nu)).to(u.dtype), nu
 
 
 @dataclass(frozen=True)

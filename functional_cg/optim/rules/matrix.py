@@ -13,20 +13,17 @@ from torch import Tensor
 
 from functional_cg import tree
 from functional_cg.errors import LayoutError
-from functional_cg.optim.algebra.arithmetic import averaged
+from functional_cg.optim.algebra.arithmetic import averaged, placed_like, whole
 from functional_cg.optim.algebra.base import (
     Direction,
     GradientTransformation,
     Params,
     Scalar,
     ScalarOrSchedule,
-    StepFn,
-    Updates,
     require,
 )
 from functional_cg.optim.algebra.combine import chain, partition
 from functional_cg.optim.algebra.links import TraceState, add_decayed_weights, scale_by_learning_rate
-from functional_cg.optim.algebra.whole import placed_like, whole
 from functional_cg.optim.rules.adam import adamw
 from functional_cg.optim.rules.aliases import Alias
 
@@ -120,21 +117,13 @@ class scale_by_muon(Direction):
             )
         return super().init(params)
 
-    def update(
-        self, updates: Updates, state: TraceState, params: Params | None = None
-    ) -> tuple[Updates, TraceState]:
-        new = averaged(self.momentum, state.trace, updates)
-        ahead = averaged(self.momentum, new, updates) if self.nesterov else new
-
-        def scaled(u: Tensor) -> Tensor:
-            rows, columns = u.shape
-            size = (
-                0.2 * max(rows, columns) ** 0.5 if self.match_rms else max(1, rows / max(1, columns)) ** 0.5
-            )
-            x = orthogonalized(whole(u), self.ns_steps, self.ns_coefficients, self.eps, self.ns_dtype)
-            return placed_like(x.to(u.dtype) * size, u)
-
-        return tree.map(scaled, ahead), TraceState(new)
+    def leaf(self, n: Any, u: Tensor, p: Any, t: Tensor) -> tuple[Tensor, Tensor]:
+        t = averaged(n.momentum, t, u)
+        ahead = averaged(n.momentum, t, u) if self.nesterov else t
+        rows, columns = u.shape
+        size = 0.2 * max(rows, columns) ** 0.5 if self.match_rms else max(1, rows / max(1, columns)) ** 0.5
+        x = orthogonalized(whole(ahead), self.ns_steps, self.ns_coefficients, self.eps, self.ns_dtype)
+        return placed_like(x.to(u.dtype) * size, u), t
 
 
 def _matrices(params: Params) -> Any:
@@ -197,7 +186,3 @@ class muon(Alias):
             "adamw": adamw(rest, weight_decay=self.weight_decay),
         }
         return (partition(parted, _matrices if self.labels is None else self.labels),)
-
-    @property
-    def step(self) -> StepFn | None:
-        return chain(*self.links).step

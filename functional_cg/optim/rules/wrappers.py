@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,38 +12,37 @@ from torch import Tensor
 from functional_cg import tree
 from functional_cg.optim.algebra.base import (
     GradientTransformation,
-    Optimizer,
     OptState,
     Params,
     Rule,
     Scalar,
     ScalarOrSchedule,
-    StepFn,
+    Shared,
+    Stepper,
     Updates,
     in_range,
     need_params,
     need_steps,
     rate_at,
     require,
-    shared,
     step_or_update,
     zero_count,
 )
 from functional_cg.optim.algebra.fitting import in_dtypes_of
-from functional_cg.optim.rules.clipping import global_norm
+from functional_cg.optim.rules.gradients import global_norm
 
 from ...tensors.parts import as_complex, as_real
 
 
 def interpolated(weight: Scalar, a: Params, b: Params) -> Params:
     """Interpolate every leaf: ``a + weight (b - a)``."""
-    factor = shared(weight)
+    factor = Shared(weight)
     return tree.map(lambda x, y: x + factor(x) * (y - x), a, b)
 
 
 @dataclass(frozen=True)
-class Around(Optimizer):
-    """An optimizer that computes new parameters itself, with the help of ``inner``.
+class Around(Stepper):
+    """An optimizer that computes new parameters with the help of ``inner``.
 
     Attributes:
       inner: The optimizer inside.
@@ -56,32 +54,9 @@ class Around(Optimizer):
         need_steps(type(self).__name__, self.inner)
         super().__post_init__()
 
-    @property
-    def parts(self) -> tuple[GradientTransformation, ...]:
-        return (self.inner,)
-
-    @property
-    def paths(self) -> list[tuple[GradientTransformation, ...]]:
-        return self.inner.paths
-
-    def update(
-        self, updates: Updates, state: OptState, params: Params | None = None
-    ) -> tuple[Updates, OptState]:
-        params = need_params(type(self).__name__, params)
-        new, state = self._step(updates, state, params)
-        return tree.map(torch.sub, new, params), state
-
     def rules(self, state: Any, params: Params) -> Iterator[Rule]:
         yield self, state._replace(inner_state=None), params
         yield from self.inner.rules(state.inner_state, params)
-
-    @property
-    def step(self) -> StepFn:
-        return self._step
-
-    @abstractmethod
-    def _step(self, grads: Updates, state: Any, params: Params) -> tuple[Params, Any]:
-        """The new parameters and state."""
 
 
 class LookaheadState(NamedTuple):
@@ -146,7 +121,7 @@ class lookahead(Around):
         new, state = self._synced(tree.map(torch.add, params, updates), state, inner_state)
         return tree.map(torch.sub, new, params), state
 
-    def _step(self, grads: Updates, state: LookaheadState, params: Params) -> tuple[Params, LookaheadState]:
+    def advance(self, grads: Updates, state: LookaheadState, params: Params) -> tuple[Params, LookaheadState]:
         fast, inner_state = step_or_update(self.inner, grads, state.inner_state, params)
         return self._synced(fast, state, inner_state)
 
@@ -154,14 +129,13 @@ class lookahead(Around):
         self, fast: Params, state: LookaheadState, inner_state: OptState
     ) -> tuple[Params, LookaheadState]:
         count = state.count + 1
-        due = count % self.sync_period == 0
-
-        def chosen(yes: Tensor, no: Tensor) -> Tensor:
-            return torch.where(due.to(yes.device), yes, no)
-
+        due = Shared(count % self.sync_period == 0)
         ahead = interpolated(self.slow_step_size, state.slow, fast)
-        slow = tree.map(chosen, ahead, state.slow)
-        return tree.map(chosen, ahead, fast), LookaheadState(count, slow, inner_state)
+        slow, new = (
+            tree.map(lambda yes, no: torch.where(due(yes), yes, no), ahead, others)
+            for others in (state.slow, fast)
+        )
+        return new, LookaheadState(count, slow, inner_state)
 
 
 class ScheduleFreeState(NamedTuple):
@@ -231,7 +205,7 @@ class schedule_free(Around):
         average = interpolated(1 / self.b1, state.z, tree.map(as_real, params))
         return tree.map(as_complex, average, params)
 
-    def _step(
+    def advance(
         self, grads: Updates, state: ScheduleFreeState, params: Params
     ) -> tuple[Params, ScheduleFreeState]:
         updates, inner_state = self.inner.update(in_dtypes_of(params, grads), state.inner_state, params)
@@ -276,7 +250,7 @@ def sam(
     def nearby(params: Params, *args: Any, **kwargs: Any) -> tuple[Any, Updates]:
         value, grads = value_and_grad(params, *args, **kwargs)
         scaled = tree.map(lambda g, p: g * p.abs(), grads, params) if adaptive else grads
-        factor = shared(rho / (global_norm(scaled) + 1e-12))
+        factor = Shared(rho / (global_norm(scaled) + 1e-12))
         uphill = tree.map(lambda g, p: g * p.abs(), scaled, params) if adaptive else scaled
         _, grads = value_and_grad(tree.map(lambda p, g: p + factor(p) * g, params, uphill), *args, **kwargs)
         return value, grads
