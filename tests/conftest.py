@@ -26,6 +26,7 @@ os.environ.setdefault("TORCH_COMPILE_CACHE_KEY_TAG", os.environ.get("ATEN_CPU_CA
 # Where jax is installed (the bench compares with it), one worker would take three quarters of the GPU's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+import contextlib
 import gc
 import signal
 import zlib
@@ -37,7 +38,9 @@ import pytest
 import torch
 from _pytest.runner import runtestprotocol
 
+from tests.interpreted import interpreted
 from tests.room import with_room
+from tests.shares import THOROUGH
 
 # Read by mypy, not run; --doctest-modules would import it.
 collect_ignore = ["typing_surface.py"]
@@ -99,7 +102,9 @@ class GlobalStateGuard:
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         """Run the test with room for its frames, as pytest does without."""
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        with_room(runtestprotocol, item, nextitem=nextitem)
+        compiles = THOROUGH or item.get_closest_marker("kernels") or _gpus_needed(item)
+        with contextlib.nullcontext() if compiles else interpreted():
+            with_room(runtestprotocol, item, nextitem=nextitem)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
 
