@@ -36,6 +36,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from _pytest.logging import LogCaptureHandler, caplog_handler_key, catching_logs
 from _pytest.runner import runtestprotocol
 
 from tests.interpreted import interpreted
@@ -46,7 +47,7 @@ from tests.shares import THOROUGH
 collect_ignore = ["typing_surface.py"]
 
 # No deadline in any profile: the first example of a step traces and captures it, the others replay.
-hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=12, database=None)
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=8, database=None)
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
 hypothesis.settings.register_profile(
     "thorough",
@@ -131,6 +132,9 @@ class GlobalStateGuard:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the guard; share the cores among the workers."""
     config.pluginmanager.register(GlobalStateGuard(), "fcg-global-state-guard")
+    # It adds its handlers to each of torch's eighty loggers, six times a test: as long as all else that pytest does.
+    # Tests that read the log have the fixture `caplog`.
+    config.pluginmanager.set_blocked("logging-plugin")
     # A job in the background of a script starts with Ctrl-C ignored, and Python then leaves it so.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
@@ -184,6 +188,16 @@ def getkey() -> Callable[[], torch.Tensor]:
         return random.fold_in(random.key(0), count)
 
     return next_key
+
+
+@pytest.fixture
+def caplog(request: pytest.FixtureRequest) -> Iterator[pytest.LogCaptureFixture]:
+    """What is logged during a test that asks for it, as pytest's own fixture gives it."""
+    with catching_logs(LogCaptureHandler()) as handler:
+        request.node.stash[caplog_handler_key] = handler
+        caught = pytest.LogCaptureFixture(request.node, _ispytest=True)
+        yield caught
+        caught._finalize()
 
 
 @pytest.fixture(scope="module")

@@ -29,11 +29,11 @@ few = hypothesis.settings(max_examples=max(hypothesis.settings().max_examples //
 
 THOROUGH = os.environ.get("FCG_HYPOTHESIS_PROFILE") == "thorough"
 
-# With new data, of a step that has to equal its eager run.
-CALLS = 16
+# With new data, of a step that has to equal its eager run: each replay is that of the second call.
+CALLS = 16 if THOROUGH else 8
 
-# Of ranks, whose eager calls take as long as a trace; each replay is that of the second call.
-CALLS_ON_RANKS = CALLS if THOROUGH else 8
+# Of ranks, whose eager calls take as long as a trace.
+CALLS_ON_RANKS = CALLS if THOROUGH else 6
 
 # Where other tests keep the same law on fewer cases.
 thorough = pytest.mark.skipif(not THOROUGH, reason="of the profile `thorough`")

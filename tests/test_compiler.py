@@ -46,6 +46,7 @@ def found() -> tuple[int, int, int]:
     return tuple(seen[f"fxgraph_cache_{name}"] for name in ("hit", "miss", "bypass"))  # type: ignore[return-value]
 
 
+@pytest.mark.kernels
 def test_a_step_is_found_again_unless_our_functions_or_the_cpu_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -62,6 +63,7 @@ def test_a_step_is_found_again_unless_our_functions_or_the_cpu_changed(
         assert found() == (0, 1, 0)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     "error", [AssertionError("a pass\nits graph"), InductorError(RuntimeError("a pass"), "aten.add")]
 )
@@ -87,6 +89,7 @@ def test_a_compiler_that_gives_up(
     assert (state["w"].tolist(), metrics["m"].item()) == ([1, 1, 1], 3)
 
 
+@pytest.mark.kernels
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
 def test_a_kernel_with_other_strides_than_its_trace_is_refused() -> None:
     """Torch's trace gives a solved complex system other strides than its kernel; the compiled code asserts them."""
@@ -104,6 +107,7 @@ def test_a_kernel_with_other_strides_than_its_trace_is_refused() -> None:
     assert torch.equal(found, step.eager(state, x)[1])
 
 
+@pytest.mark.kernels
 @compiled
 def test_a_sum_with_a_product_keeps_what_multiplies_the_product(compiled_on: str) -> None:
     """Of a mean that moves, such as that of a codebook; the numbers are small integers, so all sums are exact."""

@@ -321,6 +321,7 @@ class Mixer(nn.Module):
         return x + self.deep(x).relu()
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.RMSNorm(8)], ids=["layer norm", "rms norm"])
 def test_convolutions_of_a_compiled_step_read_what_lies_as_traced(norm: nn.Module) -> None:
     """What is computed again for the backward is computed by formulas, which lay it out in their own way."""
