@@ -29,6 +29,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import contextlib
 import gc
 import signal
+import sys
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -139,6 +140,10 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
+        # Each worker would rewrite the assertions of all tests, in twenty seconds. A test that fails says what it has
+        # compared when it is run alone.
+        if config.pluginmanager.rewrite_hook in sys.meta_path:
+            sys.meta_path.remove(config.pluginmanager.rewrite_hook)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -164,12 +169,17 @@ def pytest_collection_finish() -> None:
     _freeze()
 
 
+_FROZEN = {"modules": 0}
+
+
 def pytest_runtest_logfinish() -> None:
     """Nor do they look again at what an earlier test has imported, such as all of a compiler."""
-    _freeze()
+    if len(sys.modules) > _FROZEN["modules"]:
+        _freeze()
 
 
 def _freeze() -> None:
+    _FROZEN["modules"] = len(sys.modules)
     gc.collect()
     gc.freeze()
 
