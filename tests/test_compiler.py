@@ -19,7 +19,7 @@ from functional_cg.random import decompose_random_bits
 from functional_cg.stages.lower import graph
 from functional_cg.stages.lower.compiled import announce
 from tests.compiled_graphs import compiled
-from tests.shares import share
+from tests.shares import CALLS, share
 
 
 def train_step(state: Any, x: Tensor) -> Any:
@@ -181,6 +181,6 @@ def test_what_a_compilation_waits_for_starts_before_a_trace(device: str, lowerin
 def test_a_step_without_calls_needs_no_compiler(lowering: Any) -> None:
     state = fcg.place({"a": torch.ones(2), "b": torch.zeros(2)})
     step = fcg.graph_step(lambda s: ({"a": s["b"], "b": s["a"]}, {"m": s["a"]}), lowering=lowering)
-    for call in range(16):
+    for call in range(CALLS):
         state, metrics = step(state)
         assert (metrics["m"].tolist(), state["a"].tolist()) == ([(call + 1) % 2] * 2, [call % 2] * 2)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 import functional_cg as fcg
 from functional_cg.stages.fx_passes.rounding import ROUNDED, keep_roundings
 from tests.compiled_graphs import compiled, compiled_once
-from tests.shares import THOROUGH
+from tests.shares import CALLS, THOROUGH
 from tests.test_core_graph import cored
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -106,7 +106,9 @@ def side_by_side(steps: Mapping[str, Step]) -> Step:
 
     def step(state: Any, x: Tensor) -> Any:
         pairs = {name: one(state[name], x) for name, one in steps.items()}
-        return {name: new for name, (new, _) in pairs.items()}, {name: one for name, (_, one) in pairs.items()}
+        return {name: new for name, (new, _) in pairs.items()}, {
+            name: one for name, (_, one) in pairs.items()
+        }
 
     return step
 
@@ -269,7 +271,7 @@ def test_numbers_and_dtypes_are_those_of_torchs_kernels(compiled_on: str) -> Non
 
     step = fcg.graph_step(lambda s, *x: ({"n": s["n"] + 1}, all_of_them(*x)), lowering="inductor")
     state = fcg.place({"n": torch.zeros((), device=compiled_on)})
-    for call in range(16):
+    for call in range(CALLS):
         x = torch.randn(64, generator=torch.Generator().manual_seed(call)).to(compiled_on)
         number = x[0].double() * 0.1
         state, metrics = step(state, x, number)
@@ -319,7 +321,7 @@ def test_a_loss_scale_sees_what_overflows(compiled_on: str, clip: bool) -> None:
         new = fcg.cond(finite, lambda: state.apply_gradients(grads), lambda: state)
         return new.replace(scale=state.scale.adjusted(finite)), {"skipped": ~finite}
 
-    for call in range(16):
+    for call in range(CALLS):
         x = torch.randn(4, generator=torch.Generator().manual_seed(call))
         x[1] = {1: 70000.0, 2: 70000.0, 7: float("nan")}.get(call, x[1])
         state, metrics = step(state, x.to(compiled_on))

@@ -12,6 +12,7 @@ import functional_cg as fcg
 from functional_cg.stages.fx_passes.signs import keep_signs
 from functional_cg.testing import assert_trees_all_equal
 from tests.compiled_graphs import compiled
+from tests.shares import CALLS
 from tests.test_core_graph import cored
 
 aten = torch.ops.aten
@@ -42,12 +43,14 @@ def test_zeros_have_the_sign_of_eager(compiled_on: str) -> None:
 
     def step(state: Any, x: Tensor) -> Any:
         pairs = {name: part(state[name], x) for name, part in parts.items()}
-        return {name: new for name, (new, _) in pairs.items()}, {name: one for name, (_, one) in pairs.items()}
+        return {name: new for name, (new, _) in pairs.items()}, {
+            name: one for name, (_, one) in pairs.items()
+        }
 
     start = {name: {"a": torch.zeros(12, device=compiled_on)} for name in parts}
     train_step, state, eager = fcg.graph_step(step, lowering="inductor"), fcg.place(start), start
     zeros = dict.fromkeys(parts, 0)
-    for call in range(16):
+    for call in range(CALLS):
         x = torch.randint(-3, 4, (12,), generator=torch.Generator().manual_seed(call))
         x = torch.where(x == 1, -0.0, x.float()).to(compiled_on)
         (state, metrics), (eager, expected) = train_step(state, x), step(eager, x)

@@ -589,12 +589,8 @@ SILENT = (
         "N234",
         "a loss of differences overflows later than its kernel",
         (("each(_rounded(x - target).abs(), kept,", "each((x - target).abs(), kept,"),),
-        (
-            "tests/test_half_precision.py::test_numbers_and_dtypes_are_those_of_torchs_kernels[cpu]",
-        ),
-        gpu=(
-            "tests/test_half_precision.py::test_numbers_and_dtypes_are_those_of_torchs_kernels[cuda]",
-        ),
+        ("tests/test_half_precision.py::test_numbers_and_dtypes_are_those_of_torchs_kernels[cpu]",),
+        gpu=("tests/test_half_precision.py::test_numbers_and_dtypes_are_those_of_torchs_kernels[cuda]",),
     ),
     Mutant(
         "N235",
