@@ -65,6 +65,11 @@ compiled = pytest.mark.parametrize("compiled_on", COMPILED, indirect=True)
 # Where a compilation takes ten seconds, by default on a host as a GPU alone: there it writes slots, which is harder.
 compiled_once = pytest.mark.parametrize("compiled_on", COMPILED if THOROUGH else COMPILED[1:], indirect=True)
 
+# Where what a host's own lowering makes is the subject, by default as that alone.
+compiled_as_head = pytest.mark.parametrize(
+    "compiled_on", COMPILED if THOROUGH else (COMPILED[0], ON_A_GPU), indirect=True
+)
+
 
 def compiled_in_turn(names: str, cases: Sequence[tuple[Any, ...]], one_in: int = 1) -> pytest.MarkDecorator:
     """Each case on a GPU; on a host a share of them, compiled as on one and not, in turn, or both where thorough."""

@@ -451,6 +451,7 @@ def counted(x: Tensor, batch: Tensor, count: Tensor) -> Tensor:
     return torch.where(count >= 3, rows.sum(), 0.0)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("loss", [hinge, counted])
 @compiled_once
 def test_what_the_first_batch_does_not_show_is_found_in_the_first_call(
