@@ -133,9 +133,6 @@ class GlobalStateGuard:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the guard; share the cores among the workers."""
     config.pluginmanager.register(GlobalStateGuard(), "fcg-global-state-guard")
-    # It adds its handlers to each of torch's eighty loggers, six times a test: as long as all else that pytest does.
-    # Tests that read the log have the fixture `caplog`.
-    config.pluginmanager.set_blocked("logging-plugin")
     # A job in the background of a script starts with Ctrl-C ignored, and Python then leaves it so.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
