@@ -40,6 +40,7 @@ import torch
 from _pytest.logging import LogCaptureHandler, caplog_handler_key, catching_logs
 from _pytest.runner import runtestprotocol
 
+from functional_cg import random
 from tests.interpreted import interpreted
 from tests.room import with_room
 from tests.shares import THOROUGH
@@ -184,9 +185,6 @@ def _freeze() -> None:
 @pytest.fixture
 def getkey() -> Callable[[], torch.Tensor]:
     """Return a function that gives a new key at each call, the same ones at each run of the test."""
-    # Imported here, so that the tests that read source text run without the package.
-    from functional_cg import random
-
     count = 0
 
     def next_key() -> torch.Tensor:

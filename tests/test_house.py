@@ -7,8 +7,6 @@ import builtins
 import doctest
 import re
 
-import pytest
-
 from tests.rooms import PAGE, page
 from tests.test_layers import FOLDERS, ROOT, SOURCES
 
