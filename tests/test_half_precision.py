@@ -119,7 +119,7 @@ def test_what_a_rounding_loses_is_there(compiled_on: str) -> None:
     steps = {step.__name__: step for step in STEPS}
     judge = side_by_side({**steps, "scaled": scaled_by_hand})
     start = {"a": torch.zeros(64), "high": torch.ones(64, dtype=BF16), "low": torch.zeros(64, dtype=BF16)}
-    eager = {name: fcg.tree.map(lambda leaf: leaf.to(compiled_on), start) for name in steps}
+    eager = {name: fcg.tree.map(lambda leaf: leaf.clone().to(compiled_on), start) for name in steps}
     train_step, state = fcg.graph_step(side_by_side(steps), lowering="inductor"), fcg.place(eager)
     lost = dict.fromkeys(steps, 0.0)
     for call in range(6):
