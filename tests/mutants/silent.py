@@ -239,14 +239,14 @@ SILENT = (
         "a compiled step computes in single precision what has half of it",
         (("            node.replace_all_uses_with(rounded, delete", "            _ = dict(delete"),),
         (f"{HALF}test_only_what_rounds_is_rounded",),
-        gpu=(f"{HALF}test_what_a_rounding_loses_is_there[cuda]",),
+        gpu=(f"{HALF}test_what_a_rounding_loses_is_there[cuda-compensated]",),
     ),
     Mutant(
         "N191",
         "a compiled step drops casts to half precision and back",
         (("            node.target = ROUNDED  #", "            pass  #"),),
         (f"{HALF}test_only_what_rounds_is_rounded",),
-        gpu=(f"{HALF}test_what_a_rounding_loses_is_there[cuda]",),
+        gpu=(f"{HALF}test_what_a_rounding_loses_is_there[cuda-fed_back]",),
     ),
     Mutant(
         "N192",
@@ -293,7 +293,7 @@ SILENT = (
             ),
         ),
         (f"{SIGNS}test_negatives_of_floating_point_numbers_are_products",),
-        gpu=(f"{SIGNS}test_zeros_have_the_sign_of_eager[cuda]",),
+        gpu=(f"{SIGNS}test_zeros_have_the_sign_of_eager[cuda-negated]",),
     ),
     Mutant(
         "N200",
@@ -589,8 +589,12 @@ SILENT = (
         "N234",
         "a loss of differences overflows later than its kernel",
         (("each(_rounded(x - target).abs(), kept,", "each((x - target).abs(), kept,"),),
-        ("tests/test_half_precision.py::test_numbers_and_dtypes_are_those_of_torchs_kernels[cpu]",),
-        gpu=("tests/test_half_precision.py::test_numbers_and_dtypes_are_those_of_torchs_kernels[cuda]",),
+        (
+            "tests/test_half_precision.py::test_numbers_and_dtypes_are_those_of_torchs_kernels[cpu-of_differences]",
+        ),
+        gpu=(
+            "tests/test_half_precision.py::test_numbers_and_dtypes_are_those_of_torchs_kernels[cuda-of_differences]",
+        ),
     ),
     Mutant(
         "N235",
@@ -634,14 +638,14 @@ SILENT = (
                 'elif not node.meta.get("result") or node.target in _EXACT or',
             ),
         ),
-        ("tests/test_half_precision.py::test_what_a_rounding_loses_is_there[cpu]",),
-        gpu=("tests/test_half_precision.py::test_what_a_rounding_loses_is_there[cuda]",),
+        ("tests/test_half_precision.py::test_what_a_rounding_loses_is_there[cpu-chosen]",),
+        gpu=("tests/test_half_precision.py::test_what_a_rounding_loses_is_there[cuda-chosen]",),
     ),
     Mutant(
         "N239",
         "a remainder's divisor without dimensions is read as it is",
         (("        other = other.to(value.dtype)\n", "        pass\n"),),
-        ("tests/test_half_precision.py::test_what_a_rounding_loses_is_there[cpu]",),
+        ("tests/test_half_precision.py::test_what_a_rounding_loses_is_there[cpu-chosen]",),
         no_gpu="kernels of a GPU, and their formulas, read it in half precision in any case",
     ),
     Mutant(
