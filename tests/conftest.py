@@ -43,7 +43,6 @@ from _pytest.runner import runtestprotocol
 from functional_cg import random
 from tests.interpreted import interpreted
 from tests.room import with_room
-from tests.shares import THOROUGH
 
 # Read by mypy, not run; --doctest-modules would import it.
 collect_ignore = ["typing_surface.py"]
@@ -57,7 +56,8 @@ hypothesis.settings.register_profile(
     max_examples=1000,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
-hypothesis.settings.load_profile(os.environ.get("FCG_HYPOTHESIS_PROFILE", "ci"))
+_PROFILE = os.environ.get("FCG_HYPOTHESIS_PROFILE", "ci")
+hypothesis.settings.load_profile(_PROFILE)  # before `tests.shares` is imported, which reads it
 
 
 class _TorchGenerator:
@@ -105,7 +105,7 @@ class GlobalStateGuard:
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         """Run the test with room for its frames, as pytest does without."""
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        compiles = THOROUGH or item.get_closest_marker("kernels") or _gpus_needed(item)
+        compiles = _PROFILE == "thorough" or item.get_closest_marker("kernels") or _gpus_needed(item)
         with contextlib.nullcontext() if compiles else interpreted():
             with_room(runtestprotocol, item, nextitem=nextitem)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)

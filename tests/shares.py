@@ -33,7 +33,7 @@ THOROUGH = os.environ.get("FCG_HYPOTHESIS_PROFILE") == "thorough"
 CALLS = 16 if THOROUGH else 8
 
 # Of ranks, whose eager calls take as long as a trace.
-CALLS_ON_RANKS = CALLS if THOROUGH else 6
+CALLS_ON_RANKS = CALLS if THOROUGH else 8
 
 # Where other tests keep the same law on fewer cases.
 thorough = pytest.mark.skipif(not THOROUGH, reason="of the profile `thorough`")

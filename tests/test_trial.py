@@ -595,7 +595,6 @@ def test_a_sum_over_rows_beside_one_over_columns_keeps_its_dimensions(compiled_o
         fcg.testing.assert_trees_all_close(metrics, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.kernels
 @few
 @given(fst.step_fns())
 def test_random_programs_are_certified_at_every_call(program: Any) -> None:
