@@ -20,6 +20,7 @@ from functional_cg.stages.plan import Buffers, Plan, Run
 from functional_cg.stages.program import Program
 from functional_cg.stages.schedule import schedule
 from tests.branched import in_any_order
+from tests.interpreted import compiles
 from tests.shares import THOROUGH, diagonal, share
 
 # Warnings are printed and not raised on a GPU: what libraries warn of depends on the machine.
@@ -38,7 +39,8 @@ def lower_as_on_a_gpu(
     del choice, reference
     prepare(program, large=1)  # programs of tests are small; they would not meet these passes
     number = len(program.instrs)
-    return _CopiedOut(program, device, partial(in_any_order, number, 3) if lanes and number % 2 else None)
+    on_lanes = lanes and number % 2 and compiles()
+    return _CopiedOut(program, device, partial(in_any_order, number, 3) if on_lanes else None)
 
 
 class _CopiedOut(InPlacePlan):
@@ -62,6 +64,11 @@ class _CopiedOut(InPlacePlan):
 compiled = pytest.mark.parametrize("compiled_on", COMPILED, indirect=True)
 # Where a compilation takes ten seconds, by default on a host as a GPU alone: there it writes slots, which is harder.
 compiled_once = pytest.mark.parametrize("compiled_on", COMPILED if THOROUGH else COMPILED[1:], indirect=True)
+
+# Where what a host's own lowering makes is the subject, by default as that alone.
+compiled_as_head = pytest.mark.parametrize(
+    "compiled_on", COMPILED if THOROUGH else (COMPILED[0], ON_A_GPU), indirect=True
+)
 
 
 def compiled_in_turn(names: str, cases: Sequence[tuple[Any, ...]], one_in: int = 1) -> pytest.MarkDecorator:

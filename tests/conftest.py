@@ -26,8 +26,10 @@ os.environ.setdefault("TORCH_COMPILE_CACHE_KEY_TAG", os.environ.get("ATEN_CPU_CA
 # Where jax is installed (the bench compares with it), one worker would take three quarters of the GPU's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+import contextlib
 import gc
 import signal
+import sys
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -35,15 +37,18 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from _pytest.logging import LogCaptureHandler, caplog_handler_key, catching_logs
 from _pytest.runner import runtestprotocol
 
+from functional_cg import random
+from tests.interpreted import interpreted
 from tests.room import with_room
 
 # Read by mypy, not run; --doctest-modules would import it.
 collect_ignore = ["typing_surface.py"]
 
 # No deadline in any profile: the first example of a step traces and captures it, the others replay.
-hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=12, database=None)
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=8, database=None)
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
 hypothesis.settings.register_profile(
     "thorough",
@@ -51,7 +56,8 @@ hypothesis.settings.register_profile(
     max_examples=1000,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
-hypothesis.settings.load_profile(os.environ.get("FCG_HYPOTHESIS_PROFILE", "ci"))
+_PROFILE = os.environ.get("FCG_HYPOTHESIS_PROFILE", "ci")
+hypothesis.settings.load_profile(_PROFILE)  # before `tests.shares` is imported, which reads it
 
 
 class _TorchGenerator:
@@ -99,7 +105,9 @@ class GlobalStateGuard:
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         """Run the test with room for its frames, as pytest does without."""
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        with_room(runtestprotocol, item, nextitem=nextitem)
+        compiles = _PROFILE == "thorough" or item.get_closest_marker("kernels") or _gpus_needed(item)
+        with contextlib.nullcontext() if compiles else interpreted():
+            with_room(runtestprotocol, item, nextitem=nextitem)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
 
@@ -155,12 +163,17 @@ def pytest_collection_finish() -> None:
     _freeze()
 
 
+_FROZEN = {"modules": 0}
+
+
 def pytest_runtest_logfinish() -> None:
     """Nor do they look again at what an earlier test has imported, such as all of a compiler."""
-    _freeze()
+    if len(sys.modules) > _FROZEN["modules"]:
+        _freeze()
 
 
 def _freeze() -> None:
+    _FROZEN["modules"] = len(sys.modules)
     gc.collect()
     gc.freeze()
 
@@ -168,9 +181,6 @@ def _freeze() -> None:
 @pytest.fixture
 def getkey() -> Callable[[], torch.Tensor]:
     """Return a function that gives a new key at each call, the same ones at each run of the test."""
-    # Imported here, so that the tests that read source text run without the package.
-    from functional_cg import random
-
     count = 0
 
     def next_key() -> torch.Tensor:
@@ -179,6 +189,16 @@ def getkey() -> Callable[[], torch.Tensor]:
         return random.fold_in(random.key(0), count)
 
     return next_key
+
+
+@pytest.fixture
+def caplog(request: pytest.FixtureRequest) -> Iterator[pytest.LogCaptureFixture]:
+    """What is logged during a test that asks for it, as pytest's own fixture gives it."""
+    with catching_logs(LogCaptureHandler()) as handler:
+        request.node.stash[caplog_handler_key] = handler
+        caught = pytest.LogCaptureFixture(request.node, _ispytest=True)
+        yield caught
+        caught._finalize()
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ few = hypothesis.settings(max_examples=max(hypothesis.settings().max_examples //
 
 THOROUGH = os.environ.get("FCG_HYPOTHESIS_PROFILE") == "thorough"
 
-# With new data, of a step that has to equal its eager run.
+# With new data, of a step that has to equal its eager run: some gates open late.
 CALLS = 16
 
 # Of ranks, whose eager calls take as long as a trace; each replay is that of the second call.

@@ -60,6 +60,7 @@ def core_graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
     return made
 
 
+@pytest.mark.kernels
 @pytest.mark.usefixtures("cache")
 def test_an_equal_graph_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """And computes the same, also on other values; one of another layout is not it."""
@@ -76,6 +77,7 @@ def test_an_equal_graph_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(made) == 2
 
 
+@pytest.mark.kernels
 @pytest.mark.usefixtures("cache")
 def test_what_is_gone_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's entry, ours, or what ours says."""
@@ -90,6 +92,7 @@ def test_what_is_gone_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(made) == 4
 
 
+@pytest.mark.kernels
 @pytest.mark.usefixtures("cache")
 def test_what_another_version_of_a_pass_makes_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an older version of this library compiled is not found, by torch's key either."""
@@ -119,6 +122,7 @@ def _forget_all() -> None:
     FxGraphCache.clear()
 
 
+@pytest.mark.kernels
 @given(PROGRAMS, PROGRAMS, st.integers(0, 9), st.booleans())
 def test_graphs_with_one_key_compute_the_same(a: Any, more: Any, at: int, swapped: bool) -> None:
     """Of a graph, and one in which a few calls are others."""

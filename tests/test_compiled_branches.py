@@ -34,6 +34,7 @@ def words(fn: Any, **options: Any) -> str:
     return plan.branches
 
 
+@pytest.mark.kernels
 def test_what_a_compiled_step_says_of_its_branches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     assert words(two_networks, branches=1) == ""
@@ -80,6 +81,7 @@ def test_compiled_networks_on_simulated_lanes(number: int) -> None:
         assert "units of work on" in step.explain(), step.explain()
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("on_lanes", [0.9, 0.98])
 @pytest.mark.parametrize("lowering", ["aten", "inductor"])
 def test_lanes_stay_if_they_are_measured_to_be_faster(lowering: str, on_lanes: float) -> None:
@@ -116,6 +118,7 @@ def residual(state: Any, x: Tensor) -> Any:
     return fcg.tree.map(lambda leaf, grad: leaf - 0.1 * grad, state, grads), {}
 
 
+@pytest.mark.kernels
 def test_a_compiled_chain_waits_for_no_gradient_of_a_weight() -> None:
     """No launch writes a value over what another one made, and may still read."""
     step = fcg.graph_step(residual, lowering="inductor", branches=2, backend=Simulator(), certify=False)

@@ -19,7 +19,7 @@ from functional_cg.random import decompose_random_bits
 from functional_cg.stages.lower import graph
 from functional_cg.stages.lower.compiled import announce
 from tests.compiled_graphs import compiled
-from tests.shares import share
+from tests.shares import CALLS, share
 
 
 def train_step(state: Any, x: Tensor) -> Any:
@@ -46,6 +46,7 @@ def found() -> tuple[int, int, int]:
     return tuple(seen[f"fxgraph_cache_{name}"] for name in ("hit", "miss", "bypass"))  # type: ignore[return-value]
 
 
+@pytest.mark.kernels
 def test_a_step_is_found_again_unless_our_functions_or_the_cpu_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -62,6 +63,7 @@ def test_a_step_is_found_again_unless_our_functions_or_the_cpu_changed(
         assert found() == (0, 1, 0)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     "error", [AssertionError("a pass\nits graph"), InductorError(RuntimeError("a pass"), "aten.add")]
 )
@@ -87,6 +89,7 @@ def test_a_compiler_that_gives_up(
     assert (state["w"].tolist(), metrics["m"].item()) == ([1, 1, 1], 3)
 
 
+@pytest.mark.kernels
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
 def test_a_kernel_with_other_strides_than_its_trace_is_refused() -> None:
     """Torch's trace gives a solved complex system other strides than its kernel; the compiled code asserts them."""
@@ -104,6 +107,7 @@ def test_a_kernel_with_other_strides_than_its_trace_is_refused() -> None:
     assert torch.equal(found, step.eager(state, x)[1])
 
 
+@pytest.mark.kernels
 @compiled
 def test_a_sum_with_a_product_keeps_what_multiplies_the_product(compiled_on: str) -> None:
     """Of a mean that moves, such as that of a codebook; the numbers are small integers, so all sums are exact."""
@@ -177,6 +181,6 @@ def test_what_a_compilation_waits_for_starts_before_a_trace(device: str, lowerin
 def test_a_step_without_calls_needs_no_compiler(lowering: Any) -> None:
     state = fcg.place({"a": torch.ones(2), "b": torch.zeros(2)})
     step = fcg.graph_step(lambda s: ({"a": s["b"], "b": s["a"]}, {"m": s["a"]}), lowering=lowering)
-    for call in range(16):
+    for call in range(CALLS):
         state, metrics = step(state)
         assert (metrics["m"].tolist(), state["a"].tolist()) == ([(call + 1) % 2] * 2, [call % 2] * 2)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import functional_cg as fcg
 from functional_cg.tensors.recorded.ctc import ctc_loss
 from functional_cg.testing import assert_trees_all_equal
-from tests.shares import on_a_host_or_a_gpu
+from tests.shares import CALLS, on_a_host_or_a_gpu
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -110,7 +110,7 @@ def test_a_model_learns_with_lengths_of_its_batches(device: str, lowering: Any) 
         return state.apply_gradients(grads), {"loss": loss}
 
     state = fcg.TrainState.create(params=params, optimizer=fcg.optim.sgd(0.1))
-    for call in range(16):
+    for call in range(CALLS):
         batch, before = speech(call, device), fcg.snapshot(state.params)
         expected, wanted = train_step.eager(fcg.fork(state), batch)
         state, metrics = train_step(state, batch)

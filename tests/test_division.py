@@ -51,6 +51,7 @@ def divided(a: Tensor, b: Tensor) -> list[Tensor]:
     return [*both, a.clone().remainder_(b), a.clone().floor_divide_(b), (a % b).double()]
 
 
+@pytest.mark.kernels
 @compiled
 def test_compiled(compiled_on: str) -> None:
     a, b = (one.to(compiled_on) for one in PAIRS)
@@ -63,6 +64,7 @@ def test_compiled(compiled_on: str) -> None:
         assert torch.equal(one.signbit() & ~one.isnan(), other.signbit() & ~other.isnan())
 
 
+@pytest.mark.kernels
 @compiled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_half_precision(compiled_on: str, dtype: torch.dtype) -> None:
@@ -82,6 +84,7 @@ def test_in_half_precision(compiled_on: str, dtype: torch.dtype) -> None:
             assert_same_bits(one, other)
 
 
+@pytest.mark.kernels
 @compiled
 def test_a_product_with_nothing_of_what_is_no_number(compiled_on: str) -> None:
     """``0 * nan`` is no number, at a later call, too."""
@@ -119,6 +122,7 @@ def test_a_result_that_is_written_into_a_tensor(lowering: Any) -> None:
         assert torch.equal(call(state, x), expected)
 
 
+@pytest.mark.kernels
 @compiled
 def test_division_of_what_the_compiler_knows(compiled_on: str) -> None:
     """The bounds of ``arange`` are known to it, and it computes with them: positional encodings are made like this."""

@@ -17,14 +17,15 @@ from tests.exact_programs import EXACT, drawn, found, together
 from tests.exact_steps import exact_step_fns
 from tests.gated import found_before, gated
 from tests.overwritten import overwritten
-from tests.shares import THOROUGH, share
+from tests.shares import CALLS, THOROUGH, share
 
 # Where it merges loops, torch 2.11's C++ backend forgets which read a write has to wait for. A host's own lowering
 # writes no slot in a kernel, so this strikes only where a host is told to lower as a GPU, and the trial refuses it.
 FORGETS_ORDER = torch.__version__ < "2.12"
 
 
-@compiled
+@pytest.mark.kernels
+@compiled_once
 def test_exact_programs_compiled(compiled_on: str) -> None:
     """Every number of sixteen calls is that of the eager run; several programs are compiled at a time."""
     as_on_a_gpu = captures.lower is lower_as_on_a_gpu
@@ -41,6 +42,7 @@ def test_values_overwritten_in_a_part(compiled_on: str) -> None:
     assert [text for text in found(drawn(12, 0, overwritten()), compiled_on, 12, 0) if text] == []
 
 
+@pytest.mark.kernels
 @pytest.mark.filterwarnings("ignore:.*torch._prims_common.check:FutureWarning")  # torch's own, of a diagonal
 @compiled_once
 def test_programs_with_gates_compiled(compiled_on: str) -> None:
@@ -63,7 +65,9 @@ def test_the_law_for_users_compiled(compiled_on: str) -> None:
     """:func:`assert_replay_equals_eager` of a compiled step."""
     for program in drawn(3, 1, exact_step_fns()):
         state = fcg.tree.map(lambda leaf: leaf.to(compiled_on), program.state)
-        inputs = [torch.randint(-8, 9, program.x.shape).to(compiled_on, program.x.dtype) for _ in range(16)]
+        inputs = [
+            torch.randint(-8, 9, program.x.shape).to(compiled_on, program.x.dtype) for _ in range(CALLS)
+        ]
         assert_replay_equals_eager(fcg.graph_step(program, lowering="inductor"), state, inputs, rtol=EXACT)
 
 

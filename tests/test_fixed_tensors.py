@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import functional_cg as fcg
 from functional_cg.errors import BakedValueError, ReadOnlyError
 from functional_cg.testing import assert_trees_all_close, assert_trees_all_equal
+from tests.shares import CALLS
 
 pytestmark = pytest.mark.usefixtures("scalar_loops")
 
@@ -70,7 +71,7 @@ def test_replay_equals_eager_and_an_ordinary_loop(device: str, lowering: Any) ->
     state = fcg.TrainState.create(params=params, optimizer=fcg.optim.sgd(0.1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     same = assert_trees_all_equal if lowering == "aten" else assert_trees_all_close
-    for call in range(16):
+    for call in range(CALLS):
         batch = batch_of(call, device)
         expected = train_step.eager(fcg.fork(state), batch)
         state, metrics = train_step(state, batch)

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 import functional_cg as fcg
 from functional_cg.stages.fx_passes.rounding import ROUNDED, keep_roundings
-from tests.compiled_graphs import compiled
+from tests.compiled_graphs import compiled, compiled_in_turn, compiled_once
 from tests.shares import THOROUGH
 from tests.test_core_graph import cored
 
@@ -98,10 +98,16 @@ def chosen(state: Any, x: Tensor) -> Any:
     }
 
 
-@pytest.mark.parametrize(
-    "step", [fed_back, promoted, compensated, split, activated, summed, scaled, multiplied, filled, chosen]
-)
-@compiled
+@pytest.mark.kernels
+@compiled_in_turn(
+    "step",
+    [
+        (step,)
+        for step in (
+            fed_back, promoted, compensated, split, activated, summed, scaled, multiplied, filled, chosen,
+        )
+    ],
+)  # fmt: skip
 def test_what_a_rounding_loses_is_there(compiled_on: str, step: Step) -> None:
     start = {"a": torch.zeros(64), "high": torch.ones(64, dtype=BF16), "low": torch.zeros(64, dtype=BF16)}
     state = eager = fcg.tree.map(lambda leaf: leaf.to(compiled_on), start)
@@ -151,8 +157,9 @@ def half_program(seed: int, half: torch.dtype, calls: int = 40) -> Step:
     return step
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("seed", range(20 if THOROUGH else 2))
-@compiled
+@compiled_once
 def test_random_calls_in_half_precision_have_the_bits_of_eager(compiled_on: str, seed: int) -> None:
     half = (BF16, F16)[seed % 2]
     step, start = (
@@ -241,20 +248,17 @@ def of_differences(x: Tensor, number: Tensor) -> Any:
     return [*alone, mean, *(loss(x.to(F16), x * 2, reduction="none") for loss in losses[:2])]
 
 
-@pytest.mark.parametrize(
+@pytest.mark.kernels
+@compiled_in_turn(
     "fn",
     [
-        compared,
-        promoted_by_dimensions,
-        in_decimals,
-        with_integers,
-        with_numbers,
-        by_powers,
-        embedded,
-        of_differences,
+        (fn,)
+        for fn in (
+            compared, promoted_by_dimensions, in_decimals, with_integers,
+            with_numbers, by_powers, embedded, of_differences,
+        )
     ],
-)
-@compiled
+)  # fmt: skip
 def test_numbers_and_dtypes_are_those_of_torchs_kernels(
     compiled_on: str, fn: Callable[[Tensor, Tensor], Any]
 ) -> None:
@@ -272,6 +276,7 @@ def test_numbers_and_dtypes_are_those_of_torchs_kernels(
                 assert torch.equal(mine, theirs)
 
 
+@pytest.mark.kernels
 def test_a_loss_on_a_gpu_reads_its_target_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler keeps the cast, although the loss is computed in single precision."""
     monkeypatch.setattr("functional_cg.stages.passes.formulas._on_gpu", lambda x: True)

@@ -14,11 +14,34 @@ import torch
 from torch import Tensor
 
 import functional_cg as fcg
-
-from .host_law import X, law, outcome
+from tests.host_law import X, outcome
 
 Change = Callable[[], Any]
 Made = tuple[Callable[[Tensor, float], Any], Change]
+
+
+def law(make: Callable[[], tuple[Callable[[Any, Any], Any], Callable[[], Any]]]) -> Any:
+    """Call, change, call: equal to eager, or loud. `make` gives a function of a tensor and a change."""
+    eager, change = make()
+    expected = [eager(X, 1.0)]
+    change()
+    expected.append(eager(X, 1.0))
+    scale, change = make()
+    step = fcg.graph_fn(scale)
+    first = outcome(lambda: step(X, 1.0))
+    if isinstance(first, fcg.FunctionalCGError):
+        return first
+    assert first == [expected[0].tolist()]
+    again = outcome(lambda: step(X, 1.0))
+    if isinstance(again, fcg.FunctionalCGError):
+        return again
+    change()
+    second = outcome(lambda: step(X, 1.0))
+    if isinstance(second, fcg.BakedValueError):
+        assert "To fix:" in str(second)
+        return second
+    assert second == [expected[1].tolist()], "the old value, in silence"
+    return second
 
 
 class Undo(contextlib.ExitStack):

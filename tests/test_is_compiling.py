@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import functional_cg as fcg
 from functional_cg.ambient.compiling import compiling, inlining
+from tests.shares import CALLS
 
 pytestmark = pytest.mark.usefixtures("scalar_loops")
 
@@ -80,7 +81,7 @@ def test_a_module_takes_its_compiled_branch(model: nn.Module, lowering: Any) -> 
 
     step = fcg.graph_step(step_fn, lowering=lowering)
     state, expected = {"params": params}, {"params": params}
-    for call in range(16):
+    for call in range(CALLS):
         x = torch.randint(-3, 4, (3,), generator=torch.Generator().manual_seed(call)).float()
         state, metrics = step(state, x)
         expected, wanted = step_fn(expected, x)

@@ -231,7 +231,7 @@ def image(call: int, device: str) -> Tensor:
 @pytest.mark.parametrize("device", ["cpu", ON_A_GPU])
 def test_results_that_lie_otherwise_than_traced_are_laid_out(device: str, lowering: Any) -> None:
     step = fcg.graph_fn(turned, lowering=lowering)
-    for call in range(16):
+    for call in range(CALLS):
         x = image(call, device)
         expected, out = turned(x), step(x)
         assert torch.equal(out["flat"], expected["flat"])
@@ -287,7 +287,7 @@ def test_an_image_net_is_bitwise_its_eager_run(size: int, last: str) -> None:
 
     state = fcg.TrainState.create(params=params, buffers=buffers, optimizer=fcg.optim.adam(1e-2))
     twin = fcg.fork(state)
-    for call in range(16):
+    for call in range(CALLS):
         x = torch.randn(4, 3, size, size, generator=torch.Generator().manual_seed(call))
         x = x.contiguous(memory_format=torch.channels_last)
         state, metrics = train_step(state, x)
@@ -321,6 +321,7 @@ class Mixer(nn.Module):
         return x + self.deep(x).relu()
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.RMSNorm(8)], ids=["layer norm", "rms norm"])
 def test_convolutions_of_a_compiled_step_read_what_lies_as_traced(norm: nn.Module) -> None:
     """What is computed again for the backward is computed by formulas, which lay it out in their own way."""

@@ -163,6 +163,7 @@ def test_few_small_leaves_and_small_programs_are_left_to_the_compiler(
     assert not updated_apart(fcg.graph_step(train_step, lowering="inductor"), state, x)
 
 
+@pytest.mark.kernels
 @on_a_gpu
 def test_a_profile_knows_their_kernels(apart: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FCG_PROFILE_KERNELS", "1")

@@ -12,6 +12,7 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg.stages.trace.known import filled
 from tests.compiled_graphs import compiled
+from tests.shares import CALLS
 
 pytestmark = pytest.mark.usefixtures("scalar_loops")
 
@@ -60,7 +61,7 @@ def data(call: int, device: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_a_number_is_written_where_a_mask_says(device: str) -> None:
     step = fcg.graph_fn(everything, lowering="aten")
-    for call in range(16):
+    for call in range(CALLS):
         x, n = data(call, device)
         for name, value in everything(x, n).items():
             assert torch.equal(step(x, n)[name], value), name
@@ -69,7 +70,7 @@ def test_a_number_is_written_where_a_mask_says(device: str) -> None:
 @compiled
 def test_a_number_is_written_where_a_mask_says_compiled(compiled_on: str) -> None:
     step = fcg.graph_fn(everything, lowering="inductor")
-    for call in range(16):
+    for call in range(CALLS):
         x, n = data(call, compiled_on)
         expected, got = everything(x, n), step(x, n)
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
@@ -100,7 +101,7 @@ def test_a_number_of_another_dtype_is_written_as_torch_writes_it(dtype: torch.dt
         return y
 
     step = fcg.graph_fn(write)
-    for call in range(16):
+    for call in range(CALLS):
         x, n = data(call, "cpu")
         assert torch.equal(step(x, n), write(x, n))
 
@@ -141,7 +142,7 @@ def test_fills_by_a_number_of_the_device_are_captured() -> None:
 
     for lowering in ("aten", "inductor"):
         step = fcg.graph_fn(everything, lowering=lowering)  # type: ignore[arg-type]
-        for call in range(16):
+        for call in range(CALLS):
             x, n = data(call, "cuda")
             for name, value in everything(x, n).items():
                 assert torch.equal(step(x, n)[name], value), name

@@ -18,10 +18,10 @@ import functional_cg as fcg
 from functional_cg.stages.fx_passes.old_values import KEPT, LATER, keep_old_values
 from functional_cg.stages.lower.inductor import compile_graph, opened
 from functional_cg.testing import assert_no_alias, assert_trees_all_close
-from tests.compiled_graphs import compiled, compiled_in_turn, compiled_once, lower_as_on_a_gpu
+from tests.compiled_graphs import compiled_as_head, compiled_in_turn, compiled_once, lower_as_on_a_gpu
 from tests.sharding.programs import Setting
 from tests.sharding.ranks import on_ranks
-from tests.shares import CALLS, thorough
+from tests.shares import CALLS, share, thorough
 
 # Ways to write "equal to a leaf of [4, 3]": copies, views and casts there and back, ops that happen to change nothing.
 SPELLINGS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -231,7 +231,8 @@ def assert_close_to_eager(train_step: Any, state: Any, batches: Callable[[int], 
         assert_trees_all_close((state, metrics), expected, rtol=1e-5, atol=1e-6)
 
 
-@compiled
+@pytest.mark.kernels
+@compiled_once
 def test_leaves_that_change_places(compiled_on: str) -> None:
     names = ("mirror", "turned", "shifted", "rows", "sum", "before")
     first = {name: batch_of(n, compiled_on)[:3] for n, name in enumerate(names)}
@@ -293,6 +294,7 @@ def batch(call: int, device: str) -> dict[str, Tensor]:
     return {"i": torch.tensor([0, 1, 3]).to(device), "v": rows.to(device)}
 
 
+@pytest.mark.kernels
 @pytest.mark.filterwarnings("ignore:.*torch._prims_common.check:FutureWarning")  # torch's own, of a diagonal
 @compiled_once
 def test_a_metric_that_is_a_leaf_but_for_a_part(compiled_on: str) -> None:
@@ -303,7 +305,7 @@ def test_a_metric_that_is_a_leaf_but_for_a_part(compiled_on: str) -> None:
     assert_as_eager(train_step, first, lambda call: batch(call, compiled_on))
 
 
-@compiled
+@compiled_once
 @pytest.mark.parametrize("order", ["first", "last"])
 @pytest.mark.parametrize("name", ["index_put", "slice_scatter", "by an op that writes"])
 def test_a_leaf_that_is_another_one_but_for_a_part(name: str, order: str, compiled_on: str) -> None:
@@ -315,8 +317,9 @@ def test_a_leaf_that_is_another_one_but_for_a_part(name: str, order: str, compil
     assert_as_eager(train_step, state, lambda call: batch(call, compiled_on))
 
 
+@pytest.mark.kernels
 @pytest.mark.filterwarnings("ignore:.*torch._prims_common.check:FutureWarning")  # torch's own, of a diagonal
-@compiled
+@compiled_as_head
 def test_a_value_that_is_kept_beside_itself_but_for_a_part(compiled_on: str) -> None:
     """What a call may write into, because nobody seems to read it later, is a metric, or another leaf."""
 
@@ -336,8 +339,9 @@ def test_a_value_that_is_kept_beside_itself_but_for_a_part(compiled_on: str) -> 
     assert_close_to_eager(train_step, state, lambda call: batch(call, compiled_on))
 
 
+@pytest.mark.kernels
 @pytest.mark.filterwarnings("ignore:.*torch._prims_common.check:FutureWarning")  # torch's own, of a diagonal
-@compiled_in_turn("joined", [("stack",), ("cat",)])
+@compiled_in_turn("joined", [("stack",), ("cat",)], 2)
 def test_a_value_that_is_kept_in_a_concatenation_but_for_a_part(compiled_on: str, joined: str) -> None:
     """A compiler computes the parts of a concatenation in its memory: what is run in place in a part changes it."""
     join = torch.stack if joined == "stack" else torch.cat
@@ -372,8 +376,11 @@ FOREIGN: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
+@pytest.mark.kernels
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
-@pytest.mark.parametrize("moves", [True, False], ids=["from the first call on", "from the fourth call on"])
+@pytest.mark.parametrize(
+    "moves", share([False, True], 2), ids=share(["from the fourth call on", "from the first call on"], 2)
+)
 @compiled_once
 def test_views_that_a_compiler_leaves_to_torch(compiled_on: str, *, moves: bool) -> None:
     """In a certified step; where nothing moves at first, the certificate sees none of it."""
@@ -394,7 +401,7 @@ def test_views_that_a_compiler_leaves_to_torch(compiled_on: str, *, moves: bool)
         assert_equal((state, metrics), (twin, wanted), f"call {call}")
 
 
-@compiled
+@compiled_once
 def test_a_leaf_becomes_another_one_but_for_a_part_and_gets_an_input(compiled_on: str) -> None:
     """What is written into one slot, and becomes another, is in that one alone when the first is written again."""
 
@@ -428,8 +435,9 @@ def replaced_and_added(v: Tensor, w: Tensor, x: Tensor) -> tuple[Tensor, ...]:
     return added.clamp(-8, 8), F.pad(replaced, (0, 1)), *kept
 
 
+@pytest.mark.kernels
 @pytest.mark.filterwarnings("ignore:.*torch._prims_common.check:FutureWarning")  # torch's own, of a diagonal
-@compiled
+@compiled_as_head
 def test_what_is_added_to_a_value_is_there_for_all_that_read_the_sum(compiled_on: str) -> None:
     """Torch's compiler put some of them in front of the addition, on a host and for less memory (2.11 and 2.13)."""
 
@@ -451,7 +459,8 @@ def test_what_is_added_to_a_value_is_there_for_all_that_read_the_sum(compiled_on
         assert_trees_all_close((state, metrics), (twin, expected), rtol=0, atol=0)
 
 
-@compiled
+@pytest.mark.kernels
+@compiled_once
 def test_what_reads_a_leaf_that_an_op_of_ones_own_writes_into(compiled_on: str) -> None:
     """A compiler waits with what is cheap to compute, here with all but the op."""
 
@@ -473,7 +482,7 @@ def test_what_reads_a_leaf_that_an_op_of_ones_own_writes_into(compiled_on: str) 
         state = fcg.tree.at(lambda s: (s["w"], s["b"]), state, (square["w"] * call, square["b"] + call))
 
 
-@compiled
+@compiled_once
 def test_what_becomes_its_own_slot_and_is_kept_too(compiled_on: str) -> None:
     """The compiler may write these into their slots; what is kept of the old value it may not."""
 

@@ -457,6 +457,7 @@ def test_the_source_that_this_torch_generates_has_the_nodes_in_comments() -> Non
     assert products == [("extern_kernels.mm", ("mm_default",)), ("extern_kernels.mm", ("mm_default_1",))]
 
 
+@pytest.mark.kernels
 @thorough
 @pytest.mark.parametrize("compiled_on", COMPILED[1:], indirect=True)
 def test_kernels_of_a_compiled_step_are_joined_with_its_calls(

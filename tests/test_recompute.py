@@ -273,6 +273,7 @@ def test_a_norm_is_recomputed_from_its_statistics(name: str, rows: tuple[int, ..
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("device", ["cpu", ON_A_GPU])
 def test_a_compiler_stores_what_is_kept(device: str) -> None:
     """What `keep_as_buffers` relies on."""
@@ -304,6 +305,7 @@ def test_a_compiler_stores_what_is_kept(device: str) -> None:
     assert stored(kept=True) == stored(kept=False) + 1
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("device", ["cpu", ON_A_GPU])
 def test_a_compiler_computes_later_what_shall_be_later(device: str) -> None:
     """What `recompute` relies on: a value is not computed again in the kernel that has its parts at hand."""

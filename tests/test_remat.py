@@ -131,6 +131,7 @@ def test_products_and_memory() -> None:
     assert peaks["plain"] - peaks["all again"] >= 2 * (LAYERS - 1) * values
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(("kind", "again"), share([("all again", 1), ("plain", 0)], 2))
 def test_the_compiler_does_not_merge_the_two_runs(kind: str, again: int) -> None:
     """Without masks, which take a compiler seconds."""

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 import functional_cg as fcg
 from functional_cg.stages.fx_passes.signs import keep_signs
 from functional_cg.testing import assert_trees_all_equal
-from tests.compiled_graphs import compiled
+from tests.compiled_graphs import compiled_in_turn
 from tests.test_core_graph import cored
 
 aten = torch.ops.aten
@@ -35,8 +35,8 @@ def differentiated(state: Any, x: Tensor) -> Any:
     return {"a": grad}, {"by": 1 / grad}
 
 
-@pytest.mark.parametrize("step", [negated, asked, differentiated])
-@compiled
+@pytest.mark.kernels
+@compiled_in_turn("step", [(negated,), (asked,), (differentiated,)])
 def test_zeros_have_the_sign_of_eager(compiled_on: str, step: Any) -> None:
     start = {"a": torch.zeros(12, device=compiled_on)}
     train_step, state, eager, zeros = fcg.graph_step(step, lowering="inductor"), fcg.place(start), start, 0

@@ -263,6 +263,7 @@ def test_python_calls_of_a_call_are_few():
     assert python_calls(lambda: step(state, data(9))) < 100
 
 
+@pytest.mark.kernels
 def test_a_compiled_step_finds_out_that_an_op_returns_other_strides_than_it_says() -> None:
     """Nothing else would: the compiled function reads memory by the strides of the trace."""
     with torch.library._scoped_library("functional_cg_tests", "DEF") as library:
@@ -295,6 +296,7 @@ LAID_OUT_OTHERWISE = {
 }
 
 
+@pytest.mark.kernels
 def test_what_a_compiler_lays_out_otherwise_is_viewed_all_the_same() -> None:
     """A compiler's formulas for torch's ops return other strides; views that were recorded of them are made."""
 

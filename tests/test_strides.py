@@ -153,6 +153,7 @@ SEEN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.kernels
 @compiled_in_turn("kind", [(kind,) for kind in TURNED], 4)
 def test_memory_is_read_as_it_lies_in_an_eager_run(kind: str, compiled_on: str) -> None:
     """By `as_strided`, of values that are turned; and what the backward reads of them is what they are."""

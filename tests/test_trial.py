@@ -43,7 +43,7 @@ from functional_cg.testing import strategies as fst
 from tests.as_graphs import AsGraphs
 from tests.compiled_graphs import ON_A_GPU, compiled, compiled_once, lower_as_on_a_gpu
 from tests.other_rounding import STEPS, compile_wide
-from tests.shares import few
+from tests.shares import THOROUGH, few
 
 aten = torch.ops.aten
 DEVICES = ["cpu", ON_A_GPU]
@@ -239,7 +239,7 @@ def test_no_mistake_is_none(device: str, in_place: Callable[[Any], None]) -> Non
 def test_rounding_is_no_mistake(name: str) -> None:
     """Of steps that draw, route, rank, quantise: none is refused, by a compiler that rounds elsewhere."""
     shares = []
-    for seed in range(8):
+    for seed in range(8 if THOROUGH else 2):
         params, train_step, batch = STEPS[name](seed)
         rate = fcg.optim.adamw(1e-3, weight_decay=0.1) if seed % 2 else fcg.optim.sgd(0.1, momentum=0.9)
         optimizer = (
@@ -451,6 +451,7 @@ def counted(x: Tensor, batch: Tensor, count: Tensor) -> Tensor:
     return torch.where(count >= 3, rows.sum(), 0.0)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("loss", [hinge, counted])
 @compiled_once
 def test_what_the_first_batch_does_not_show_is_found_in_the_first_call(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -93,6 +94,7 @@ def chains(draw: Any) -> Program:
     )
 
 
+@pytest.mark.kernels
 @compiled_once
 def test_turned_values(compiled_on: str) -> None:
     programs = share(drawn(24, 0, chains()), 8, compiled_on)
@@ -118,6 +120,7 @@ def test_turned_values(compiled_on: str) -> None:
     assert step.stats.replays == CALLS
 
 
+@pytest.mark.kernels
 def test_no_row_is_padded() -> None:
     """Else a value may be laid out anew after views of it were taken, as torch 2.11 does to large ones on a GPU."""
 

@@ -87,7 +87,7 @@ class Buffer(Same):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Buffer) and (self.value is None) == (other.value is None)
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
 
 def held(module: nn.Module) -> Held:

@@ -176,10 +176,10 @@ def _compared(module: nn.Module) -> Held:
     on_all = [len(vars(torch.nn.modules.module)[f"_global{name}"]) for name in _HOOKS]
     found: Held = {"hooks of all modules": on_all}
     for path, content in held(module).items():
-        tensor = isinstance(content, Same) and (
+        is_tensor = isinstance(content, Same) and (
             isinstance(content, Buffer) or isinstance(content.value, Tensor)
         )
-        if path and path.rpartition(".")[2] not in {"training", *_MARKS} and (path in fixed or not tensor):
+        if path and path.rpartition(".")[2] not in {"training", *_MARKS} and (path in fixed or not is_tensor):
             found[path] = content
     for name, param in module.named_parameters(remove_duplicate=False):
         found[f"{name}.requires_grad"] = param.requires_grad
@@ -195,9 +195,9 @@ def _stores(value: Any, of_torch: Set[str]) -> Iterator[tuple[Any, Sequence[Any]
     """Yield the containers that store an object's state, with the names or keys to compare in each."""
     attributes = getattr(value, "__dict__", None)
     if isinstance(value, nn.Module):
-        yield attributes, tuple(attributes.keys() - of_torch - {"_modules"})
+        yield vars(value), tuple(vars(value).keys() - of_torch - {"_modules"})
         for name in ("_modules", "_parameters", "_buffers", *_HOOKS):
-            yield attributes[name], tuple(attributes[name])
+            yield vars(value)[name], tuple(vars(value)[name])
     elif isinstance(attributes, dict) and not isinstance(value, Tensor):
         yield attributes, tuple(attributes)
     if isinstance(value, (dict, list, deque)):

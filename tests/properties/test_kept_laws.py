@@ -30,7 +30,7 @@ from functional_cg.stages.lower.compiled import prepare
 from functional_cg.stages.passes.min_cut import _BACKWARD, _FORWARD, _cheapest
 from functional_cg.stages.program import Program
 from tests.operations import COMMON
-from tests.shares import share
+from tests.shares import THOROUGH, share
 
 ROWS, WIDTH = 16, 16
 LARGE = ROWS * WIDTH // 2  # elements of a value that counts
@@ -244,7 +244,7 @@ def networks(draw: Callable[[Any], Any]) -> Any:
     return keep, compute, made, reads, draw(st.sets(st.integers(0, count - 1), min_size=1))
 
 
-@hypothesis.settings(max_examples=200)
+@hypothesis.settings(max_examples=200 if THOROUGH else 40)
 @given(networks())
 def test_no_choice_costs_less(drawn: Any) -> None:
     """Each choice of what is computed again: the rest of what is needed, or made from, is kept."""

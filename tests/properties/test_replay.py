@@ -779,7 +779,7 @@ def test_random_programs_contain_all_kinds() -> None:
 
 @on_both_backends
 @given(optimizer=fst.optimizers())
-@settings(max_examples=10)
+@settings(max_examples=6)
 def test_replay_equals_eager_for_drawn_optimizers(backend: Callable[[], Any], optimizer: Any) -> None:
     state = fcg.TrainState.create(params={"w": torch.linspace(-1, 1, 6).reshape(3, 2)}, optimizer=optimizer)
 

@@ -171,7 +171,7 @@ def test_time_grows_with_the_number_of_writes() -> None:
             assert not written_storages(twin.instrs)
         return best
 
-    few, many = seconds(500), seconds(8000)
+    few, many = seconds(250), seconds(4000)
     assert many < 50 * few
 
 

@@ -33,6 +33,7 @@ from typing import Any, Never
 import torch
 
 from tests.forked import context
+from tests.interpreted import compiles, interpreted
 from tests.room import with_room
 
 __all__ = ["Outcome", "a_port", "on_ranks", "outcomes", "outcomes_of_each"]
@@ -106,6 +107,7 @@ def outcomes_of_each(
         requests = [
             {
                 "folder": str(folder),
+                "compiles": compiles(),
                 "environment": _environment(ranks, stack.enter_context(a_port()), device) if launched else {},
             }
             for folder in folders
@@ -249,7 +251,8 @@ def _ends_of(ranks: int, timeout: float, calls: Sequence[Mapping[str, Any]]) -> 
         for rank in range(ranks):
             child = os.fork()
             if child == 0:
-                _be_rank(rank, Path(call["folder"]), call["environment"], timeout)
+                with contextlib.nullcontext() if call["compiles"] else interpreted():
+                    _be_rank(rank, Path(call["folder"]), call["environment"], timeout)
             started[child] = len(started)
             if rank == 0:
                 time.sleep(_HEAD_START)

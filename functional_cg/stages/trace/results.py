@@ -71,9 +71,9 @@ def read_reports(program: Program, var_of: Callable[[Tensor], Var | None], work:
     for original, name, by_mode, parts, buffers in work.applied:
         written = tuple(var for var in map(var_of, buffers) if var is not None)
         program.applications.append(Application(original, name, by_mode, parts, written))
-    for parts in work.replaced:
+    for trees in work.replaced:
         program.replaced.append([])
-        for part in parts:
+        for part in trees:
             pairs = [(var_of(held(old)), var_of(held(new))) for old, new in part]
             program.replaced[-1].append([(old, new) for old, new in pairs if old and new])
 
