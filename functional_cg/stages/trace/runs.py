@@ -76,6 +76,8 @@ def _run(
     with watching(recorder.work), canonical(recorder.mesh, declared), without_log():
         with ended_checkpoints(), mode, recorder, guard, follow, tracing(recorder):
             result = recipe.apply(recipe.function, trees, inputs)
+            if reads is not None:
+                reads.returned(result)
             old = recipe.states[0] if recipe.donates else None
             result = shown(result) if old is None else left(old.specs, old.treedef, result)
     recorder.rules.refuse_what_was_caught()

@@ -9,6 +9,8 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ...errors import BakedValueError
+from ...pytree.sameness import same
+from ...pytree.trees import static_values
 from ...tensors.numbering import Numbers
 from ...tree import path_string
 from ..program import Constant, Instr, Program, Var
@@ -106,10 +108,13 @@ def another_run(first: Program, second: Program) -> Difference | None:
         return Difference(moved)
     results = zip(first.output_paths, first.outputs, second.outputs, strict=False)
     rows: list[tuple[str, object, object]]
-    rows = [(path_string(path, "metrics"), repr(a), repr(b)) for path, a, b in results if not _same(a, b)]
+    rows = [
+        (path_string(path, "metrics"), repr(a), repr(b)) for path, a, b in results if not _same_result(a, b)
+    ]
     shown = zip_longest(first.reports, second.reports)
     rows += [("what is shown", a, b) for a, b in shown if str(a) != str(b)]
-    if first.output_def != second.output_def:
+    structures = first.output_def, second.output_def
+    if structures[0] != structures[1] or not same(*(one and static_values(one) for one in structures)):
         rows.append(("structure of the metrics", "one", "another"))
     if rows:
         return Difference(
@@ -119,6 +124,10 @@ def another_run(first: Program, second: Program) -> Difference | None:
             "return a tensor; or add it to the `metrics` that the step returned, in the loop.",
         )
     return None
+
+
+def _same_result(a: Any, b: Any) -> bool:
+    return _same(a, b) if isinstance(a, Var) else same(b, a)
 
 
 def another_program(first: Program, second: Program) -> Difference | None:

@@ -31,7 +31,7 @@ _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"})
 
 
 def readable() -> bool:
-    """Whether this interpreter has a layout that is known here."""
+    """Whether the layout of this interpreter's frames is known here."""
     plain = not (sysconfig.get_config_var("Py_GIL_DISABLED") or hasattr(sys, "getobjects"))
     known = sys.implementation.name == "cpython" and sys.version_info[:2] in _LAYOUTS
     return plain and known and ctypes.sizeof(ctypes.c_void_p) == _WORD
@@ -56,23 +56,40 @@ class Evaluation:
         return self._depths.get(offset)
 
     def top(self, frame: FrameType, offset: int, count: int) -> list[Any]:
-        """Return what the uppermost slots hold before the instruction at ``offset``, the deepest first."""
-        depth = self._depths[offset]
-        return [self.value(frame, slot) for slot in range(depth - count, depth)]
+        """Return what the uppermost slots hold before the instruction at ``offset``, the deepest first.
+
+        The frame must be in a trace function, or in a callback of ``sys.monitoring``. A slot without an object gives
+        UNKNOWN.
+        """
+        return self._values(frame, self._depths[offset] - count, count)
 
     def value(self, frame: FrameType, slot: int) -> Any:
-        """Return what a slot in use holds, counted from the bottom; UNKNOWN if it holds no object.
+        """Return what a slot in use holds, counted from the bottom, as :meth:`top` does."""
+        return self._values(frame, slot, 1)[0]
 
-        The frame must be in a trace function, or in a callback of ``sys.monitoring``.
-        """
+    def _values(self, frame: FrameType, first: int, count: int) -> list[Any]:
         inner = ctypes.c_void_p.from_address(id(frame) + _INNER).value
         assert inner is not None
-        held = ctypes.c_size_t.from_address(inner + self._first + _WORD * slot).value
+        address = inner + self._first + _WORD * first
+        if not self._tag:
+            try:
+                return list(_slots(ctypes.py_object, count).from_address(address))
+            except ValueError:  # one of them is empty
+                pass
+        held = _slots(ctypes.c_size_t, count).from_address(address)
+        return [self._object(one) for one in held]
+
+    def _object(self, held: int) -> Any:
         if held & ~self._tag == 0 or (
             self._tag and held & self._tag == self._tag
         ):  # empty, or a small number
             return UNKNOWN
         return ctypes.cast(held & ~self._tag, ctypes.py_object).value
+
+
+@functools.cache
+def _slots(kind: Any, count: int) -> Any:
+    return kind * count
 
 
 @functools.lru_cache(maxsize=CODES)

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from ...concurrency.garbage import no_garbage_collection
+from ...errors import CaptureError
 from ...messages.source import is_user_file
+from .evaluation import readable
 from .host_reads import HostReads, first_argument
 from .instructions import Instructions
 from .kinds import takes_arguments
@@ -67,7 +69,19 @@ class Follower:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Record what the frames that run in this block read."""
+        """Record what the frames that run in this block read.
+
+        Raises:
+          CaptureError: If this interpreter has frames of an unknown layout.
+        """
+        if not readable():
+            raise CaptureError.of(
+                "",
+                "what a step reads on the host cannot be seen in this interpreter.",
+                rows=[sys.version],
+                why="A graph bakes in what Python reads, so each call has to know whether it has changed.",
+                fix="use CPython 3.11 to 3.14, not a free-threaded or a debug build.",
+            )
         # Garbage collection may run frames that are not the step's, such as that of a dying generator.
         with no_garbage_collection():
             try:

@@ -380,6 +380,29 @@ class HostReads:
         """Record that the step starts a thread, whose reads are not seen."""
         self.threads.append(self._site)
 
+    def returned(self, result: Any) -> None:
+        """Record what a step returns: of what existed before, the caller sees all contents."""
+        left, met = [result], set[int]()
+        while left:
+            value = left.pop()
+            if (
+                id(value) in met
+                or is_value(value)
+                or issubclass(type(value), torch.Tensor | type | ModuleType)
+            ):
+                continue
+            met.add(id(value))
+            known, held = self.known(value), instance_dict(value)
+            if is_container(value):
+                left += [part for _, part in parts_of(value)]
+            elif known is None or not known.root.outlives:  # the step may have made it
+                left += held.values()
+            if known is not None and is_container(value):
+                self.use(value, deep=True)
+            elif known is not None:
+                self.identity(value)
+                self.use(self.attribute(value, "__dict__"), deep=True)
+
     def went_on(self, frame: FrameType) -> None:
         """Record that a generator from before the step resumes."""
         self._advanced.append((Place(frame, frame.f_code.co_name), self._site))

@@ -176,18 +176,19 @@ def is_installed(namespace: Mapping[str, Any]) -> bool:
 def is_user_class(cls: type) -> bool:
     """Whether a class is user code."""
     module = sys.modules.get(cls.__module__)
-    return module is not None and is_user_module(module)
+    return is_user_name(str(cls.__module__)) if module is None else is_user_module(module)
 
 
 def is_user_module(module: ModuleType) -> bool:
     """Whether a module is user code."""
     where = vars(module).get("__file__") or next(iter(vars(module).get("__path__", ())), None)
-    if where is not None:
-        return is_user_file(where)
-    # Made by a program, but for those that are compiled into Python or a library.
-    package = module.__name__.partition(".")[0]
-    libraries = package in sys.stdlib_module_names or package in _LIBRARIES
-    return not libraries or package == "__main__"
+    return is_user_name(module.__name__) if where is None else is_user_file(where)
+
+
+def is_user_name(module: str) -> bool:
+    """Whether a program has made a module without a file, by its name; others are compiled into Python or a library."""
+    package = module.partition(".")[0]
+    return package == "__main__" or package not in {*sys.stdlib_module_names, *_LIBRARIES}
 
 
 def parameters_with_defaults(function: FunctionType) -> list[str]:
