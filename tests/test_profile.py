@@ -433,6 +433,7 @@ def test_a_trace_function_of_someone_else_is_put_back() -> None:
     assert sys.gettrace() is before
 
 
+@pytest.mark.kernels
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11
 def test_the_source_that_this_torch_generates_has_the_nodes_in_comments() -> None:
     graph = torch.fx.Graph()

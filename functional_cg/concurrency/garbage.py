@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
+from typing import Any
 
-__all__ = ["collections", "functions_of", "no_garbage_collection"]
+__all__ = ["all_found", "functions_of", "no_garbage_collection", "youth"]
 
 # From Python 3.12 on, the collector sets immortal objects aside by itself, some hundreds. A program that has frozen
 # what it has loaded has hundreds of thousands there; to freeze again what it never froze would be a leak.
@@ -26,19 +27,52 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def collections() -> int:
-    """Return how often garbage was collected in this process."""
-    return sum(one["collections"] for one in gc.get_stats())
-
-
 def functions_of(code: CodeType) -> list[FunctionType]:
-    """Find all functions with a code object, also among the objects that :func:`gc.freeze` has set aside."""
-    frozen = gc.get_freeze_count() > _IMMORTAL
-    if frozen:
-        gc.collect()  # what is garbage by now would stay forever; later it would be looked for in all there is
+    """Find all functions with a code object, in :func:`all_found` also those that :func:`gc.freeze` has set aside."""
+    if gc.get_freeze_count() > _IMMORTAL:
         gc.unfreeze()
+    return [one for one in gc.get_referrers(code) if type(one) is FunctionType and one.__code__ is code]
+
+
+@contextlib.contextmanager
+def all_found() -> Iterator[None]:
+    """Set aside again, after a block, what :func:`functions_of` has taken back."""
+    before = gc.get_freeze_count()
     try:
-        return [one for one in gc.get_referrers(code) if type(one) is FunctionType and one.__code__ is code]
+        yield
     finally:
-        if frozen:
+        if gc.get_freeze_count() < before - _IMMORTAL:
+            gc.collect()  # what is garbage by now would stay forever
             gc.freeze()
+
+
+@contextlib.contextmanager
+def youth() -> Iterator[Callable[[], list[Any]]]:
+    """Yield a function that returns the objects that were made since the block began, of those that are tracked.
+
+    These are young for the garbage collector, or were when it ran in between.
+    """
+    aged = set[int]()
+
+    def collects(phase: str, _: object) -> None:
+        if phase == "start":
+            aged.update(map(id, gc.get_objects(generation=0)))
+
+    def made() -> list[Any]:
+        young = gc.get_objects(generation=0)
+        if aged:
+            older = (one for number in (1, 2) for one in gc.get_objects(generation=number))
+            young += [one for one in older if id(one) in aged]
+        return [one for one in young if id(one) not in known] if known else young
+
+    gc.collect(0)
+    before = gc.get_objects(
+        generation=0
+    )  # few, unless another thread collects; kept, so that no id is taken again
+    known = set(map(id, before))
+    gc.callbacks.append(collects)
+    try:
+        yield made
+    finally:
+        gc.callbacks.remove(collects)
+        before.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from abc import abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,7 +38,7 @@ class TreeView(metaclass=Documented):
 
 def static_values(treedef: Treedef) -> list[Any]:
     """Return the values of the static fields of all registered dataclasses in a structure."""
-    own = list(treedef.context) if treedef.kind is not None and dataclasses.is_dataclass(treedef.kind) else []
+    own = list(treedef.context) if isinstance(treedef.context, tuple) else []  # of a dataclass
     return [*own, *(value for child in treedef.children for value in static_values(child))]
 
 

@@ -98,7 +98,9 @@ class Guards:
             rows = [f"{name}  traced {one}   now {other}" for name, one, other in difference.rows[:1]]
             raise refusal(self._function, changed, rows)
         self._adopt(program, watch)
-        if not watch.unchanged():  # it is another value while a step is traced, as a collector that is switched off
+        if (
+            not watch.unchanged()
+        ):  # it is another value while a step is traced, as a collector that is switched off
             raise refusal(self._function, watch.differences())
         names = list(dict.fromkeys(name for name, *_ in changed))
         self._causes.update(names)

@@ -198,7 +198,7 @@ cell = "def helper(w, rate=RATE): return w ACT rate"
 def run(rate, act): exec(cell.replace("RATE", rate).replace("ACT", act), globals())
 run("2.0", "*")
 step: helper(x)
-change: run("3.0", "*")  -> helper  traced as defined then   now defined anew
+change: run("3.0", "*")  -> rate  traced 2.0   now 3.0
 change: run("2.0", "+")  -> helper  traced as defined then   now defined anew
 change: run("2.0", "+")  -> make the step anew, `graph_step(fn)`: its graph has the old `helper` in it
 other: run("2.0", "*")
@@ -209,7 +209,7 @@ def made(rate):
     return helper
 helper = made(2.0)
 step: helper(x)
-change: helper = made(3.0)  -> helper  traced as defined then   now defined anew
+change: helper = made(3.0)  -> rate  traced 2.0   now 3.0
 
 # a helper with another closure
 def made(rate): return lambda w: w * rate

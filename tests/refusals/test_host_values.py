@@ -38,7 +38,7 @@ def counter(s, b):
 
 @pytest.mark.parametrize("function", [clock, counter])
 def test_value_that_moves(function):
-    assert_refused(function, BakedValueError, "two traces of it differ(.|\n)*first  t", where=function)
+    assert_refused(function, BakedValueError, "two traces of it differ(.|\n)*first t", where=function)
 
 
 def test_literal_that_moves():

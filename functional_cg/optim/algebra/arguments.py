@@ -234,13 +234,13 @@ def _in_place_of(value: object) -> str:
 
 
 # The range of the numbers of an argument of some name, wherever it occurs; for the others there is none.
-_RANGES: Sequence[tuple[str, dict[str, Any]]] = (
-    ("b1 b2 decay momentum", {"below": 1.0}),
-    ("max_norm max_delta threshold clipping", {"zero": False}),
-    ("eps weight_decay initial_accumulator_value eta gamma momentum_decay decay_rate trust_coefficient", {}),
-    ("min_scale clipping_threshold slow_step_size weight_lr_power", {}),
-    ("learning_rate adamw_learning_rate", {"rate": True}),
-    ("step_size", {"low": -math.inf}),
+_RANGES: Sequence[tuple[str, Mapping[str, Any]]] = (
+    ("b1 b2 decay momentum", MappingProxyType({"below": 1.0})),
+    ("max_norm max_delta threshold clipping", MappingProxyType({"zero": False})),
+    ("eps weight_decay initial_accumulator_value eta gamma momentum_decay decay_rate", MappingProxyType({})),
+    ("trust_coefficient min_scale clipping_threshold slow_step_size weight_lr_power", MappingProxyType({})),
+    ("learning_rate adamw_learning_rate", MappingProxyType({"rate": True})),
+    ("step_size", MappingProxyType({"low": -math.inf})),
 )
 
 

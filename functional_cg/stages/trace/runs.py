@@ -17,7 +17,7 @@ from ...ambient.own_work import watching
 from ...ambient.rehearsal import tracing
 from ...ambient.setting import canonical
 from ...ambient.torch_modes import modes_now
-from ...concurrency.garbage import no_garbage_collection
+from ...concurrency.garbage import all_found, no_garbage_collection, youth
 from ...errors import FunctionalCGError, LayoutError
 from ...pytree.treedef import order_diff
 from ...random.host_generators import HostRandomness
@@ -48,7 +48,7 @@ def _run(
     reads: HostReads | None = None,
 ) -> Recorder:
     mode = FakeMode()
-    follower = Follower(HostReads() if reads is None else reads)
+    follower = Follower(HostReads((), list) if reads is None else reads)
     recorder = Recorder(recipe, mode, checkpoint, follower)
     runs.append(recorder)
     program = recorder.program
@@ -110,8 +110,8 @@ def _watched(
 ) -> tuple[Recorder, HostReads, HostWatch]:
     """Trace a second time; return the recorder, and what the function read on the host."""
     tables = [table.tensor for table in first.tables]
-    with no_garbage_collection():  # what it makes is then found without a look at all there is
-        reads = HostReads([*(constant for _, constant in recipe.constants), *tables])
+    with no_garbage_collection(), all_found(), youth() as made:
+        reads = HostReads([*(constant for _, constant in recipe.constants), *tables], made)
         for name, value in (("self", recipe.function), *recipe.objects):
             reads.handed(value, name)
         try:

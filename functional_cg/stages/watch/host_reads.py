@@ -14,7 +14,7 @@ import os
 import sys
 import types
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -84,6 +84,7 @@ class HostReads:
 
     Args:
       constants: Declared constants: which of them a name refers to is a host value, too.
+      made: Returns the objects that were made since the run began; see :func:`.youth`.
 
     Attributes:
       entries: What is compared at each call.
@@ -95,7 +96,7 @@ class HostReads:
       contexts: How often the step has set a context variable, less how often it has reset it.
     """
 
-    def __init__(self, constants: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, constants: Iterable[torch.Tensor], made: Callable[[], list[Any]]) -> None:
         self.entries: dict[Any, Entry] = {}
         self.frame: FrameType | None = None
         self._drawn: list[tuple[Place, Any, Location]] = []
@@ -113,7 +114,7 @@ class HostReads:
         self._classes: dict[type, bool] = {}
         self._registries: dict[int, object] = {}
         self.root(os.environ, "os.environ")
-        gc.collect(0)
+        self._made_lately = made
         self._made: dict[CodeType, list[dict[str, tuple[Place, Step]]]] = {}
         self._methods: dict[type, Mapping[CodeType, list[str]]] = {}
 
@@ -410,8 +411,7 @@ class HostReads:
     def finish(self) -> list[Entry]:
         """Return the entries of objects that existed before the step; forget those that the step made.
 
-        The step made what is young: garbage collection sets objects of before the step aside when the record begins,
-        and rests until its end.
+        An object was made by the step if it was made since the run began.
         """
         self.frame = None
         self.changes.settle()
@@ -419,7 +419,10 @@ class HostReads:
         self._registries.clear()
         places = [place for place in self._places.values() if place.owner is None and not place.outlives]
         self._places.clear()
-        made = _made_lately([place.value for place in places])
+        values = [
+            place.value for place in places
+        ]  # made before it is asked what was: that looks at who holds them
+        made = _among(self._made_lately(), values)
         for place in places:
             gone = id(place.value) in made
             place.value, place.outlives = (GONE, False) if gone else (place.value, True)
@@ -848,18 +851,30 @@ class HostReads:
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # not those of a trace or of a state
 
 
-def _made_lately(values: list[Any]) -> set[int]:
-    """Return the ids of those objects that were made since garbage was last looked for.
+def _among(young: list[Any], values: list[Any]) -> set[int]:
+    """Return the ids of young objects, and of those values that only they hold.
 
-    What garbage collection does not track, such as a dict of numbers, is one if it is held by such objects alone.
+    Garbage collection does not track everything: an iterator of a range, say, and the dict of a frame's locals that
+    holds it.
     """
-    loose = {id(value) for value in values if not gc.is_tracked(value)}
-    young = gc.get_objects(generation=0)
     made = set(map(id, young))
+    loose = {id(one): one for one in values if not gc.is_tracked(one)}
     if loose:
-        held = Counter(number for number in map(id, gc.get_referents(*young)) if number in loose)
-        made |= {id(one) for one in values if id(one) in loose and sys.getrefcount(one) - 2 <= held[id(one)]}
+        held = Counter(map(id, gc.get_referents(*young)))
+        loose |= {
+            id(one): one for one in gc.get_referents(*young) if type(one) is dict and not gc.is_tracked(one)
+        }
+    before = -1
+    while before != (before := len(loose)):
+        for number in list(loose):
+            one = loose[number]
+            if sys.getrefcount(one) - _HERE <= held[number]:
+                made.add(number)
+                held.update(map(id, gc.get_referents(loose.pop(number))))
     return made
+
+
+_HERE = 3  # references to an object that such a loop looks at: that of the dict, its own, and an argument
 
 
 def _remains(entry: Entry) -> bool:
