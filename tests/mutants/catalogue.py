@@ -634,7 +634,7 @@ MUTANTS = (
     Mutant(
         "N19 micro-batches",
         "the branch of the first micro-batch is that of all: a sum is overwritten and not added to",
-        (("    return new if position in handed else total + new\n", "    return new\n"),),
+        (("new if i in handed else old + new\n", "new\n"),),
         (f"{OWNERSHIP}test_gradients_of_one_step_do_not_add_up_by_themselves[micro-batches]",),
         gpu=(f"{GPU_OWNERSHIP}test_gradients_of_one_step_do_not_add_up_by_themselves[micro-batches]",),
     ),
@@ -819,8 +819,8 @@ MUTANTS = (
         "a tensor that a module loses, or shares from now on, was copied after all",
         (
             (
-                "            yield attributes[name], tuple(attributes[name])\n",
-                "            yield attributes[name], tuple(attributes[name]) if name == '_modules' else ()\n",
+                "            yield vars(value)[name], tuple(vars(value)[name])\n",
+                "            yield vars(value)[name], tuple(vars(value)[name]) if name == '_modules' else ()\n",
             ),
         ),
         (
@@ -998,7 +998,7 @@ MUTANTS = (
         "what a library's module holds is what it was",
         (
             (
-                "        if self.own and type(owner) is ModuleType:\n            self.reads.of_library(owner, name)\n",
+                "        if self.own and issubclass(type(owner), ModuleType):\n            self.reads.of_library(owner, name)\n",
                 "",
             ),
         ),
