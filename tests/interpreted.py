@@ -8,6 +8,7 @@ tests in the profile ``thorough``.
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ __all__ = ["compiles", "interpreted"]
 
 def _interpreter(module: fx.GraphModule) -> Callable[[list[Tensor]], Any]:
     """Return what calls a graph as a compiled function is called."""
+    importlib.import_module("torch._inductor.lowering")  # what a pass has put into a graph may name it
     interpreter = fx.Interpreter(module)
 
     def call(given: list[Tensor]) -> Any:

@@ -250,7 +250,7 @@ def test_of_each_optimizer_too(name: str) -> None:
     agrees(mlp, OPTIMIZERS[name], regression, numbers)
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.kernels), "cnn", "attention"])
 def test_compiled_too(name: str) -> None:
     agrees(*PROGRAMS[name], lowering="inductor")
 

@@ -998,7 +998,10 @@ MUTANTS = (
         "what a library's module holds is what it was",
         (
             (
-                "        if self.own and issubclass(type(owner), ModuleType):\n            self.reads.of_library(owner, name)\n",
+                (
+                    "        if self.own and issubclass(type(owner), ModuleType):\n"
+                    "            self.reads.of_library(owner, name)\n"
+                ),
                 "",
             ),
         ),
