@@ -222,8 +222,6 @@ def test_poison_shows_who_reads_dead_memory(debug: Any, seen: float) -> None:
 
 
 def test_a_replaced_method_of_tensors_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without `debug="verify"` it goes unnoticed: the host watch does not look at torch's own classes."""
-
     def scaled(state: Any, x: Tensor) -> Any:
         return {"w": state["w"] + x * float(torch.tensor(2.0).sigmoid())}, {}
 

@@ -36,6 +36,7 @@ FILES = {
     "fp8": "tests/test_fp8.py",
     "fp8_cuda": "tests/cuda/test_fp8_cuda.py",
     "fp8_on_ranks": "tests/sharding/test_fp8_on_ranks.py",
+    "getters": "tests/test_host_getters.py",
     "graph_step": "tests/test_graph_step.py",
     "host_errors": "tests/test_host_errors.py",
     "host_syncs": "tests/refusals/test_host_syncs.py",
@@ -46,6 +47,7 @@ FILES = {
     "host_modes": "tests/host/test_modes.py",
     "host_modules": "tests/host/test_modules.py",
     "host_names": "tests/host/test_names.py",
+    "host_results": "tests/host/test_results.py",
     "host_state": "tests/host/test_errors.py",
     "host_values": "tests/refusals/test_host_values.py",
     "moving": "tests/host/test_moving.py",
@@ -1160,8 +1162,9 @@ HAZARDS = (
     _row(224, 1, "",
          "a method of `torch.Tensor` is replaced after the first call; getters in C, and flags of packages of torch, "
          "return another value; a trace itself changes what `gc.isenabled()` says",
-         "documented: open, and to be watched; debug=\"verify\" finds a method that was replaced",
-         "debug::test_a_replaced_method_of_tensors_is_found"),
+         "refused: BakedValueError; getters are asked again at each call",
+         "getters::test_a_change_is_loud", "debug::test_a_replaced_method_of_tensors_is_found",
+         "getters::test_what_the_trace_sets_is_as_in_an_eager_run_or_refused"),
     _row(225, 1, "N230",
          "a call writes elements that it reads for others, in its kernel's order: `y[:, 1:] += y[:, :-1]`",
          "refused: CaptureError, naming the line; `y[:, :-1].clone()`",
@@ -1201,5 +1204,7 @@ HAZARDS = (
          "confirm::test_a_step_goes_on_until_its_program_changes",
          "confirm::test_what_leaves_a_step_by_another_way_is_another_program",
          "confirm::test_an_order_of_keys_is_looked_at_again"),
+    _row(235, 1, "N244", "a step returns an object of the host as it is: replay returns it when another is there",
+         "refused: BakedValueError; an equal one goes on", "host_results::test_row"),
 )
 # fmt: on

@@ -873,7 +873,7 @@ MUTANTS = (
     Mutant(
         "N83",
         "functions that gc.freeze has set aside are not found",
-        (("        gc.unfreeze()\n", ""),),
+        (("        gc.unfreeze()\n", "        pass\n"),),
         (
             f"{HOST}test_calls.py::test_row[a function that a library alone holds, set aside by the collector]",
         ),

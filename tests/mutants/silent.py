@@ -687,4 +687,14 @@ SILENT = (
         (f"{CONFIRM}test_an_order_of_keys_is_looked_at_again",),
         no_gpu=NO_GPU,
     ),
+    Mutant(
+        "N244",
+        "what a step returns as it is was not read",
+        (("                reads.returned(result)\n", "                pass\n"),),
+        (
+            "tests/host/test_results.py::test_row[a dict]",
+            "tests/host/test_results.py::test_row[an object that another one takes the place of]",
+        ),
+        no_gpu=NO_GPU,
+    ),
 )
