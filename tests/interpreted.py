@@ -33,6 +33,10 @@ def _interpreter(module: fx.GraphModule) -> Callable[[list[Tensor]], Any]:
     return call
 
 
+def _no_key(*_: Any) -> None:
+    importlib.import_module("torch._inductor.lowering")  # torch's formulas take it to be there
+
+
 def compiles() -> bool:
     """Whether steps that are made now are compiled."""
     from functional_cg.stages.lower import inductor
@@ -44,5 +48,5 @@ def compiles() -> bool:
 def interpreted() -> Iterator[None]:
     """Compile nothing inside of the block, and look up nothing that was compiled before."""
     lower = "functional_cg.stages.lower.inductor"
-    with mock.patch(f"{lower}._made", _interpreter), mock.patch(f"{lower}.key_of", return_value=None):
+    with mock.patch(f"{lower}._made", _interpreter), mock.patch(f"{lower}.key_of", _no_key):
         yield

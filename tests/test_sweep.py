@@ -327,6 +327,13 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         fcg.LayoutError,
         r"x  expected a tensor \[4, ...\]   got f64\[3\]",
     ),
+    "a write into what all share": (
+        lambda: fcg.graph_step(fcg.sweep(lambda state, x: (state, {"x": x.add_(state["w"].sum())})))(
+            members(), torch.ones(3)
+        ),
+        fcg.CaptureError,
+        r"`x.clone\(\)`; or name the argument in `each`",
+    ),
     "no such argument": (lambda: fcg.sweep(train_step, each="batch"), TypeError, "it has state, x"),
     "an argument of ours": (
         lambda: fcg.sweep(lambda state, active: (state, {})), TypeError, "give it another name",

@@ -71,7 +71,7 @@ def for_members(
     """
     program, start = recorder.program, len(recorder.program.instrs)
     shown, applied, replaced = len(program.reports), len(recorder.work.applied), len(recorder.work.replaced)
-    blocks = len(recorder.blocks.known)
+    blocks, literals = len(recorder.blocks.known), len(program.constants)
     one = [recorder.fake(_of_one(tensor), name)[0] for tensor, name in zip(given, names, strict=True)]
     results = act(one)
     if len(recorder.blocks.known) > blocks:
@@ -84,6 +84,7 @@ def for_members(
     of = recorder.variables.of
     wanted = [of(tensor) for tensor in results]
     calls = calls_of(program.instrs[start:])
+    _check_writes(program, calls, {*map(of, one), *(each.var for each in program.constants[literals:])})
     reports = program.reports[shown:]
     del program.instrs[start:], program.reports[shown:]
     recorder.history.forget()
@@ -112,6 +113,29 @@ def for_members(
             f"{count} members: one call for all, but for calls without a batching rule: {named}"
         )
     return out
+
+
+def _check_writes(program: Program, calls: Sequence[Instr], own: set[Var | None]) -> None:
+    """Raise if a call writes into a tensor that all members share: each would find what another has written.
+
+    Args:
+      program: The program.
+      calls: The calls of one member.
+      own: What each member has of its own when they begin.
+    """
+    made, shared = {*own}, set[int]()
+    for call in calls:
+        shared.update(var.storage for var in call.inputs() if var not in made)
+        made.update(call.outputs())
+    for call in calls:
+        if any(var.storage in shared for var in call.writes):
+            raise CaptureError.of(
+                program.function,
+                "writes into a tensor that all members of a sweep share.",
+                rows=[f"{call.op}, at {call.site}"],
+                why="Each member would find what another one has written.",
+                fix="write into a copy, `x.clone()`; or name the argument in `each`.",
+            )
 
 
 def _of_one(tensor: Tensor) -> BufferSpec:
@@ -192,7 +216,7 @@ class _Members:
     def _value(self, var: Var) -> Tensor:
         if var not in self._values:
             value = self._shared[var]
-            if var.storage in self._own:  # shared, and then written by each member
+            if var.storage in self._own:  # a literal that each member writes into
                 value = value.expand(self._count, *value.shape).clone()
             self._values[var] = value
         return self._values[var]
