@@ -431,14 +431,8 @@ def matched(cfg):
 PAIRED = share(product(PLACES, READS), 10)
 
 
-# Open: a table of numbers, which garbage collection does not track, is at times taken for one that the step has made.
-OPEN = frozenset({("a backward", "sum(c.table.values())"), ("a context", "c.table.get('lr', 0.0)")})
-
-
 @pytest.mark.parametrize(("place", "read"), PAIRED, ids=lambda value: getattr(value, "name", value))
-def test_each_place_by_each_read(request: pytest.FixtureRequest, place: Row, read: str) -> None:
-    if (place.name, read) in OPEN:
-        request.applymarker(pytest.mark.xfail(reason="the old value, in silence", strict=False))
+def test_each_place_by_each_read(place: Row, read: str) -> None:
     row = Row(place.name, f"{HELPERS}def read(c): return {read}\n{place.setup}", place.step)
     judge(row, Change("change", READS[read].replace("c.", "cfg.").replace("(c)", "(cfg)")))
 

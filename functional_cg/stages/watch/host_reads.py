@@ -418,11 +418,14 @@ class HostReads:
         self.functions.clear()
         self._registries.clear()
         places = [place for place in self._places.values() if place.owner is None and not place.outlives]
+        made = set(map(id, self._made_lately()))
+        # Python makes the `__dict__` of an object when it is first asked for.
+        asked = {id(instance_dict(one.value)) for one in self._places.values() if id(one.value) not in made}
         self._places.clear()
         values = [
             place.value for place in places
         ]  # made before it is asked what was: that looks at who holds them
-        made = _among(self._made_lately(), values)
+        made = _among([one for one in self._made_lately() if id(one) not in asked], values)
         for place in places:
             gone = id(place.value) in made
             place.value, place.outlives = (GONE, False) if gone else (place.value, True)
