@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
-__all__ = ["all_found", "functions_of", "no_garbage_collection", "youth"]
+__all__ = ["functions_of", "new_objects", "no_garbage_collection", "refrozen"]
 
 # From Python 3.12 on, the collector sets immortal objects aside by itself, some hundreds. A program that has frozen
 # what it has loaded has hundreds of thousands there; to freeze again what it never froze would be a leak.
@@ -28,15 +28,18 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def functions_of(code: CodeType) -> list[FunctionType]:
-    """Find all functions with a code object, in :func:`all_found` also those that :func:`gc.freeze` has set aside."""
+    """Return all functions with a code object.
+
+    Unfreezes what :func:`gc.freeze` has set aside, which the collector does not search; :func:`refrozen` puts it back.
+    """
     if gc.get_freeze_count() > _IMMORTAL:
         gc.unfreeze()
     return [one for one in gc.get_referrers(code) if type(one) is FunctionType and one.__code__ is code]
 
 
 @contextlib.contextmanager
-def all_found() -> Iterator[None]:
-    """Set aside again, after a block, what :func:`functions_of` has taken back."""
+def refrozen() -> Iterator[None]:
+    """Freeze again, after a block, what :func:`functions_of` has unfrozen."""
     before = gc.get_freeze_count()
     try:
         yield
@@ -47,10 +50,10 @@ def all_found() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def youth() -> Iterator[Callable[[], list[Any]]]:
-    """Yield a function that returns the objects that were made since the block began, of those that are tracked.
+def new_objects() -> Iterator[Callable[[], list[Any]]]:
+    """Yield a function that returns the tracked objects created since the block began.
 
-    These are young for the garbage collector, or were when it ran in between.
+    They are in the collector's youngest generation, or were when it last ran.
     """
     aged = set[int]()
 
@@ -66,9 +69,8 @@ def youth() -> Iterator[Callable[[], list[Any]]]:
         return [one for one in young if id(one) not in known] if known else young
 
     gc.collect(0)
-    before = gc.get_objects(
-        generation=0
-    )  # few, unless another thread collects; kept, so that no id is taken again
+    # Few, unless another thread collects. They stay alive, so that no new object gets one of their ids.
+    before = gc.get_objects(generation=0)
     known = set(map(id, before))
     gc.callbacks.append(collects)
     try:

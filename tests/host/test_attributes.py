@@ -5,6 +5,20 @@ from __future__ import annotations
 from tests.host_law import Change, Row, judge, rows
 
 ROWS = r"""
+# an object that only a library hands on
+cfg = Cfg()
+@contextlib.contextmanager
+def held(): yield cfg
+step:
+    with held() as each: return x * each.table.get("lr")
+step:
+    with held() as each: return x * vars(each)["table"]["lr"]
+step:
+    with held() as each: return x * sum(each.table.values())
+change: cfg.table["lr"] = 5.0
+change: cfg.table = {"lr": 5.0}
+other: cfg.another = 5.0
+
 # an attribute
 cfg = Cfg()
 step: x * cfg.lr

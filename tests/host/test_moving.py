@@ -173,6 +173,15 @@ model = Model()
 step: model(x)
 change: model.width = 5
 
+# what the step makes, though the collector runs in between
+def flags(): yield from (number == 2 for number in range(10))
+step:
+    rest, table, total = flags(), {"n": 0.0}, 0.0
+    for number in range(3):
+        if number == 1: gc.collect()
+        table["n"] += 2.0 if next(rest) else 3.0
+    return x * table["n"] + len(table)
+
 # what is remembered while the step runs
 def fibonacci(n, x, known={}):
     if n < 2: return x

@@ -84,7 +84,7 @@ class HostReads:
 
     Args:
       constants: Declared constants: which of them a name refers to is a host value, too.
-      made: Returns the objects that were made since the run began; see :func:`.youth`.
+      made: Returns the objects that were made since the run began; see :func:`.new_objects`.
 
     Attributes:
       entries: What is compared at each call.
@@ -418,14 +418,9 @@ class HostReads:
         self.functions.clear()
         self._registries.clear()
         places = [place for place in self._places.values() if place.owner is None and not place.outlives]
-        made = set(map(id, self._made_lately()))
-        # Python makes the `__dict__` of an object when it is first asked for.
-        asked = {id(instance_dict(one.value)) for one in self._places.values() if id(one.value) not in made}
         self._places.clear()
-        values = [
-            place.value for place in places
-        ]  # made before it is asked what was: that looks at who holds them
-        made = _among([one for one in self._made_lately() if id(one) not in asked], values)
+        values = [place.value for place in places]
+        made = _among(self._made_lately(), values)  # last: it counts the references that `values` holds, too
         for place in places:
             gone = id(place.value) in made
             place.value, place.outlives = (GONE, False) if gone else (place.value, True)
@@ -855,18 +850,23 @@ PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # not those of a trace or of
 
 
 def _among(young: list[Any], values: list[Any]) -> set[int]:
-    """Return the ids of young objects, and of those values that only they hold.
+    """Return the ids of young objects, and of values that only they hold, since the collector does not track all.
 
-    Garbage collection does not track everything: an iterator of a range, say, and the dict of a frame's locals that
-    holds it.
+    Not tracked are an iterator of a range, and a dict of numbers or of a frame's locals. A young dict may be the
+    `__dict__` of an old object, which Python makes when it is first asked for: then the old object holds it, too.
     """
     made = set(map(id, young))
     loose = {id(one): one for one in values if not gc.is_tracked(one)}
-    if loose:
-        held = Counter(map(id, gc.get_referents(*young)))
-        loose |= {
-            id(one): one for one in gc.get_referents(*young) if type(one) is dict and not gc.is_tracked(one)
-        }
+    if not loose and not any(type(one) is dict for one in values):
+        return made
+    held = Counter(map(id, gc.get_referents(*young)))
+    for one in young:
+        if type(one) is dict and sys.getrefcount(one) - _HERE > held[id(one)]:
+            made.discard(id(one))
+            held.subtract(map(id, gc.get_referents(one)))
+    loose |= {
+        id(one): one for one in gc.get_referents(*young) if type(one) is dict and not gc.is_tracked(one)
+    }
     before = -1
     while before != (before := len(loose)):
         for number in list(loose):
@@ -877,7 +877,7 @@ def _among(young: list[Any], values: list[Any]) -> set[int]:
     return made
 
 
-_HERE = 3  # references to an object that such a loop looks at: that of the dict, its own, and an argument
+_HERE = 3  # references to an object that such a loop looks at: of the list or dict, its own, and an argument
 
 
 def _remains(entry: Entry) -> bool:
