@@ -179,7 +179,7 @@ def _rows_of(name: str, text: str) -> list[Row]:
 def put_back() -> Iterator[None]:
     """Restore what a program changes outside of itself."""
     kept, environment = [dict(vars(owner)) for owner in SHARED], dict(os.environ)
-    frozen = gc.get_freeze_count()
+    frozen, callbacks = gc.get_freeze_count(), list(gc.callbacks)
     try:
         yield
     finally:
@@ -193,6 +193,7 @@ def put_back() -> Iterator[None]:
             os.environ.clear()
             os.environ.update(environment)
         torch.nn.modules.module._global_forward_hooks.clear()
+        gc.callbacks[:] = callbacks
         if gc.get_freeze_count() > frozen:
             gc.unfreeze()
         for name in [name for name in sys.modules if name.startswith("made_")]:

@@ -173,6 +173,14 @@ model = Model()
 step: model(x)
 change: model.width = 5
 
+# what a collection reports to
+counts = [0]
+def report(phase, info): counts[0] += 1
+gc.callbacks.append(report)
+step:
+    gc.collect()
+    return x * 2.0
+
 # what the step makes, though the collector runs in between
 def flags(): yield from (number == 2 for number in range(10))
 step:
