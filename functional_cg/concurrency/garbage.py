@@ -1,18 +1,13 @@
-"""Control when garbage collection runs, and find what it knows."""
+"""Control when garbage collection runs, and find what was made lately."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
 from typing import Any
 
-__all__ = ["functions_of", "new_objects", "no_garbage_collection", "refrozen"]
-
-# From Python 3.12 on, the collector sets immortal objects aside by itself, some hundreds. A program that has frozen
-# what it has loaded has hundreds of thousands there; to freeze again what it never froze would be a leak.
-_IMMORTAL = 10_000
+__all__ = ["new_objects", "no_garbage_collection"]
 
 
 @contextlib.contextmanager
@@ -25,28 +20,6 @@ def no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def functions_of(code: CodeType) -> list[FunctionType]:
-    """Return all functions with a code object.
-
-    Unfreezes what :func:`gc.freeze` has set aside, which the collector does not search; :func:`refrozen` puts it back.
-    """
-    if gc.get_freeze_count() > _IMMORTAL:
-        gc.unfreeze()
-    return [one for one in gc.get_referrers(code) if type(one) is FunctionType and one.__code__ is code]
-
-
-@contextlib.contextmanager
-def refrozen() -> Iterator[None]:
-    """Freeze again, after a block, what :func:`functions_of` has unfrozen."""
-    before = gc.get_freeze_count()
-    try:
-        yield
-    finally:
-        if gc.get_freeze_count() < before - _IMMORTAL:
-            gc.collect()  # what is garbage by now would stay forever
-            gc.freeze()
 
 
 @contextlib.contextmanager

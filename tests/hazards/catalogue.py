@@ -894,7 +894,7 @@ HAZARDS = (
          "impossible: a view is a result in the memory of an argument, whatever the schema allows",
          "methods::test_a_keyed_function_is_a_function_of_its_key"),
     _row(170, 1, "N83", "after `gc.freeze()`, what a closure reads that a library alone holds changes unnoticed",
-         "refused: BakedValueError; what the collector has set aside is searched, too",
+         "refused: BakedValueError; the function is read from its frame",
          "host_calls::test_row"),
     _row(171, 1, "N84 N85", "a module asks the host for a buffer, such as a flag, and that changes between two calls",
          "refused: BakedValueError for another value; HostSyncError if the step itself changes it",

@@ -169,6 +169,16 @@ by_hand, with_help, at_first = (fcg.from_module(Scaling(kind()))[0] for kind in 
 step: by_hand({}, {}, x)[0] + with_help({}, {}, x)[0] + at_first({}, {}, x)[0]
 change: held.copied = 5.0  -> copied
 
+# a copy of what only a library hands on
+cfg = Cfg()
+@contextlib.contextmanager
+def held(): yield cfg
+step:
+    with held() as each: return x * copy.copy(each).lr
+step:
+    with held() as each: return x * copy.deepcopy(each).lr
+change: cfg.lr = 5.0
+
 # what a copy with help reads
 held = SimpleNamespace(copied=2.0)
 class WithHelp:
@@ -412,6 +422,8 @@ READS = {
     "float(len(c.list))": "c.list.append(1.0)",
     "3.0 if 'wd' in c.table else 1.0": "c.table.update(wd=1)",
     "3.0 if hasattr(c, 'wd') else 1.0": "c.wd = 1",
+    "copy.copy(c).lr": "c.lr = 5.0",
+    "copy.deepcopy(c).table['lr']": "c.table['lr'] = 5.0",
     "c.lr + c.list[0] + c.table['lr']": "vars(c).update(lr=5.0, table={'lr': 5.0}, list=[5.0, 1.0])",
 }
 HELPERS = """

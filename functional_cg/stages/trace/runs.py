@@ -17,7 +17,7 @@ from ...ambient.own_work import watching
 from ...ambient.rehearsal import tracing
 from ...ambient.setting import canonical
 from ...ambient.torch_modes import modes_now
-from ...concurrency.garbage import new_objects, no_garbage_collection, refrozen
+from ...concurrency.garbage import new_objects, no_garbage_collection
 from ...errors import FunctionalCGError, LayoutError
 from ...pytree.treedef import order_diff
 from ...random.host_generators import HostRandomness
@@ -110,7 +110,7 @@ def _watched(
 ) -> tuple[Recorder, HostReads, HostWatch]:
     """Trace a second time; return the recorder, and what the function read on the host."""
     tables = [table.tensor for table in first.tables]
-    with no_garbage_collection(), refrozen(), new_objects() as made:
+    with no_garbage_collection(), new_objects() as made:
         reads = HostReads([*(constant for _, constant in recipe.constants), *tables], made)
         for name, value in (("self", recipe.function), *recipe.objects):
             reads.handed(value, name)

@@ -14,18 +14,18 @@ import itertools
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
-from types import CodeType, FrameType, MappingProxyType
+from types import CodeType, FrameType, FunctionType, MappingProxyType
 from typing import Any
 
 from .kinds import UNKNOWN
 
-__all__ = ["CODES", "Evaluation", "depths_of", "instructions_of", "readable"]
+__all__ = ["CODES", "Evaluation", "depths_of", "function_of", "instructions_of", "readable"]
 
 CODES = 512  # whose instructions are remembered: every trace asks for those of the same modules
 _WORD = 8  # bytes
 _INNER = 3 * _WORD  # offset of `f_frame` in a frame object: after the object's head and `f_back`
-# By version: words in front of `localsplus` in an inner frame, and the bits that tag a slot.
-_LAYOUTS = MappingProxyType({(3, 11): (9, 0), (3, 12): (9, 0), (3, 13): (9, 0), (3, 14): (10, 3)})
+# By version, of an inner frame: which word is its function, words in front of `localsplus`, bits that tag a slot.
+_LAYOUTS = MappingProxyType({(3, 11): (0, 9, 0), (3, 12): (2, 9, 0), (3, 13): (2, 9, 0), (3, 14): (2, 10, 3)})
 _CALLS_IN_TWO = sys.version_info[:2] == (3, 11)
 _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"})
 
@@ -47,7 +47,7 @@ class Evaluation:
     def __init__(self, code: CodeType) -> None:
         names = set(code.co_varnames)
         cells = sum(name not in names for name in code.co_cellvars)
-        before, self._tag = _LAYOUTS[sys.version_info[:2]]
+        _, before, self._tag = _LAYOUTS[sys.version_info[:2]]
         self._first = _WORD * (before + len(code.co_varnames) + cells + len(code.co_freevars))
         self._depths = depths_of(code)
 
@@ -68,23 +68,32 @@ class Evaluation:
         return self._values(frame, slot, 1)[0]
 
     def _values(self, frame: FrameType, first: int, count: int) -> list[Any]:
-        inner = ctypes.c_void_p.from_address(id(frame) + _INNER).value
-        assert inner is not None
-        address = inner + self._first + _WORD * first
+        address = _inner(frame) + self._first + _WORD * first
         if not self._tag:
             try:
                 return list(_slots(ctypes.py_object, count).from_address(address))
             except ValueError:  # one of them is empty
                 pass
         held = _slots(ctypes.c_size_t, count).from_address(address)
-        return [self._object(one) for one in held]
+        return [_object(one, self._tag) for one in held]
 
-    def _object(self, held: int) -> Any:
-        if held & ~self._tag == 0 or (
-            self._tag and held & self._tag == self._tag
-        ):  # empty, or a small number
-            return UNKNOWN
-        return ctypes.cast(held & ~self._tag, ctypes.py_object).value
+
+def function_of(frame: FrameType) -> FunctionType:
+    """Return the function that a frame runs."""
+    word, _, tag = _LAYOUTS[sys.version_info[:2]]
+    found = _object(ctypes.c_size_t.from_address(_inner(frame) + _WORD * word).value, tag)
+    assert type(found) is FunctionType
+    return found
+
+
+def _inner(frame: FrameType) -> int:
+    return ctypes.c_size_t.from_address(id(frame) + _INNER).value
+
+
+def _object(held: int, tag: int) -> Any:
+    if held & ~tag == 0 or (tag and held & tag == tag):  # empty, or a small number
+        return UNKNOWN
+    return ctypes.cast(held & ~tag, ctypes.py_object).value
 
 
 @functools.cache

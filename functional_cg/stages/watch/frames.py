@@ -177,7 +177,7 @@ class Follower:
 
     def _is_method_of_known(self, frame: FrameType) -> bool:
         known = self._reads.known(first_argument(frame.f_code, frame.f_locals))
-        return known is not None and known.root.outlives
+        return known is not None
 
     def _is_asked(self, frame: FrameType) -> bool:
         """Whether the user's code asks a library for something that depends on no argument, such as a flag."""

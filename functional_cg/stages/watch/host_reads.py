@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from ...concurrency.garbage import functions_of
 from ...messages.source import Location, is_user_file
+from .evaluation import function_of
 from .kinds import (
     BUILTINS,
     UNKNOWN,
@@ -89,7 +89,6 @@ class HostReads:
     Attributes:
       entries: What is compared at each call.
       frame: The running frame.
-      functions: Places of the functions found so far, by code.
       says_autocast: Whether a function names autocast, and so may depend on its default dtypes.
       memory: The constants that some function remembers.
       threads: The lines that start a thread.
@@ -110,7 +109,6 @@ class HostReads:
         self.memory = Memory(self._constants)
         self._places: dict[int, Place] = {}
         self._seen: set[Any] = set()
-        self.functions: dict[CodeType, list[Place]] = {}
         self._classes: dict[type, bool] = {}
         self._registries: dict[int, object] = {}
         self.root(os.environ, "os.environ")
@@ -151,7 +149,6 @@ class HostReads:
         """Record what a callable stores for its calls: defaults, a bound object, arguments of a partial."""
         value = place.value
         if type(value) is FunctionType:
-            self.functions.setdefault(value.__code__, []).append(place)
             if is_user_file(value.__code__.co_filename):
                 code = value.__code__
                 self.compare(place, Step(ATTRIBUTE, "__code__"), How.SAME, code, code.co_name, defines=True)
@@ -415,7 +412,6 @@ class HostReads:
         """
         self.frame = None
         self.changes.settle()
-        self.functions.clear()
         self._registries.clear()
         places = [place for place in self._places.values() if place.owner is None and not place.outlives]
         self._places.clear()
@@ -726,7 +722,8 @@ class HostReads:
         if owner is not UNKNOWN:
             self._method(owner, code)
         cells: dict[str, list[tuple[Place, Step]]] = {name: [] for name in code.co_freevars}
-        for place in self._called(code, held):
+        place = self._called(function_of(frame))
+        if place is not None:
             self._defaults(place, code, held)
             for number, name in enumerate(code.co_freevars):
                 cells[name].append((place, Step(CELL, number)))
@@ -736,14 +733,12 @@ class HostReads:
                     cells[name].append(cell)
         return cells
 
-    def _called(self, code: CodeType, held: Mapping[str, Any]) -> list[Place]:
-        places = self.functions.get(code)
-        if places is None and code.co_freevars and code not in self._made:
+    def _called(self, function: FunctionType) -> Place | None:
+        known, code = self.known(function), function.__code__
+        if known is None and code.co_freevars and code not in self._made:
             # Called by a library that received it before the step.
-            functions = functions_of(code)
-            places = [self.root(one, code.co_name, outlives=False) for one in functions]
-            self.functions.setdefault(code, places)
-        return [place for place in places or () if _closes_over(place.value, held)]
+            return self.root(function, code.co_name, outlives=False)
+        return known
 
     def _method(self, owner: Any, code: CodeType) -> None:
         if issubclass(type(owner), torch.Tensor) or not self.has_parts(owner):
@@ -929,14 +924,3 @@ def _kept(descriptor: object, name: str, default: object) -> Any:
     except AttributeError:
         return default
     return kept if type(kept) is FunctionType else default
-
-
-def _closes_over(function: FunctionType, held: Mapping[str, Any]) -> bool:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            value = cell.cell_contents
-        except ValueError:  # not yet assigned
-            value = missing
-        if held.get(name, missing) is not value:
-            return False
-    return True

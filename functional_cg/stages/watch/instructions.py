@@ -177,7 +177,7 @@ class Instructions:
         if owner is UNKNOWN:
             return False
         known = self.reads.known(owner)
-        return self.own or (known is not None and known.root.outlives) or type(owner) is super
+        return self.own or known is not None or type(owner) is super
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
