@@ -113,7 +113,7 @@ class HostReads:
         self._registries: dict[int, object] = {}
         self.root(os.environ, "os.environ")
         self._made_lately = made
-        self._made: dict[CodeType, list[dict[str, tuple[Place, Step]]]] = {}
+        self._cells: dict[int, tuple[Place, Step]] = {}
         self._methods: dict[type, Mapping[CodeType, list[str]]] = {}
 
     def root(self, value: object, name: str, *, outlives: bool = True) -> Place:
@@ -709,36 +709,35 @@ class HostReads:
         if not is_value(value) and not issubclass(type(value), torch.Tensor):
             self.root(value, name)
 
-    def enter(self, frame: FrameType) -> dict[str, list[tuple[Place, Step]]]:
+    def enter(self, frame: FrameType) -> dict[str, tuple[Place, Step]]:
         """Record what a function call reads: a method from its class, and the defaults that are used.
 
         Returns:
           By name, where the cells of its closure are found.
         """
-        code, self.frame = frame.f_code, frame
+        code, function, self.frame = frame.f_code, function_of(frame), frame
         self.says_autocast = self.says_autocast or "autocast" in code.co_names
         held = frame.f_locals
         owner = first_argument(code, held)
         if owner is not UNKNOWN:
             self._method(owner, code)
-        cells: dict[str, list[tuple[Place, Step]]] = {name: [] for name in code.co_freevars}
-        place = self._called(function_of(frame))
+        place = self.known(function)
         if place is not None:
             self._defaults(place, code, held)
-            for number, name in enumerate(code.co_freevars):
-                cells[name].append((place, Step(CELL, number)))
-        for made in self._made.get(code, ()):
-            for name, cell in made.items():
-                if name in cells and cell not in cells[name]:
-                    cells[name].append(cell)
-        return cells
+        elif code.co_freevars:  # made by the step, or called by a library that received it before the step
+            place = self.root(function, code.co_name, outlives=False)
+        return {} if place is None else dict(self._cells_of(place))
 
-    def _called(self, function: FunctionType) -> Place | None:
-        known, code = self.known(function), function.__code__
-        if known is None and code.co_freevars and code not in self._made:
-            # Called by a library that received it before the step.
-            return self.root(function, code.co_name, outlives=False)
-        return known
+    def _cells_of(self, place: Place) -> Iterator[tuple[str, tuple[Place, Step]]]:
+        """Yield each free variable of a function, and where its cell is found.
+
+        The step may have made the function, which then shares the cells of another one.
+        """
+        function = place.value
+        for number, cell in enumerate(function.__closure__ or ()):
+            here = place, Step(CELL, number)
+            first = self._cells.setdefault(id(cell), here)
+            yield function.__code__.co_freevars[number], here if place.root.outlives else first
 
     def _method(self, owner: Any, code: CodeType) -> None:
         if issubclass(type(owner), torch.Tensor) or not self.has_parts(owner):
@@ -765,11 +764,6 @@ class HostReads:
         if known is None:
             known = self._places[id(value)] = Place(value, place.name, place, Step(ATTRIBUTE, name))
         return known
-
-    def made(self, code: CodeType, cells: Mapping[str, list[tuple[Place, Step]]]) -> None:
-        """Record that a function with this code is made; its closure shares these cells."""
-        shared = {name: found[0] for name in code.co_freevars if (found := cells.get(name))}
-        self._made.setdefault(code, []).append(shared)
 
     def imported(self, name: str, module: ModuleType) -> None:
         """Record what an ``import`` in a function finds."""

@@ -372,13 +372,13 @@ class Instructions:
             self.reads.root(value, name)
 
     def _read_cell(self, ins: dis.Instruction) -> None:
-        value = self.frame.f_locals.get(ins.argval, UNKNOWN)
-        if value is not UNKNOWN:
-            for place, step in self._cells.get(ins.argval, ()):
-                self.reads.found(place, step, value, ins.argval)
+        value, cell = self.frame.f_locals.get(ins.argval, UNKNOWN), self._cells.get(ins.argval)
+        if cell is not None and value is not UNKNOWN:
+            self.reads.found(*cell, value, ins.argval)
 
     def _write_cell(self, ins: dis.Instruction) -> None:
-        for place, step in self._cells.get(ins.argval, ()):
+        if ins.argval in self._cells:
+            place, step = self._cells[ins.argval]
             self.reads.wrote(place.value, step)
 
     def _write_global(self, ins: dis.Instruction) -> None:
@@ -509,10 +509,6 @@ class Instructions:
 
     # -- instructions: calls ------------------------------------------------------------------------------------------
 
-    def _make_function(self, ins: dis.Instruction, code: Any) -> None:
-        if type(code) is CodeType and self.own:
-            self.reads.made(code, self._cells)
-
     def _name_keywords(self, ins: dis.Instruction) -> None:
         self._keywords = self.code.co_consts[ins.arg or 0]
 
@@ -574,7 +570,6 @@ _READERS: tuple[tuple[Callable[..., None], int | Callable[[int], int], str], ...
     (Instructions._compare, 2, "COMPARE_OP"),
     (Instructions._contains, 2, "CONTAINS_OP"),
     (Instructions._compute, 2, "BINARY_OP"),
-    (Instructions._make_function, 1, "MAKE_FUNCTION"),
     (Instructions._name_keywords, 0, "KW_NAMES"),
     (Instructions._call, lambda given: given + 2, "CALL"),
     (Instructions._call_with_keywords, lambda given: given + 3, "CALL_KW"),
@@ -610,10 +605,11 @@ _READ_NOTHING = frozenset(
     CHECK_EXC_MATCH CLEANUP_THROW COPY COPY_FREE_VARS DELETE_DEREF DELETE_FAST DELETE_GLOBAL DELETE_NAME END_ASYNC_FOR
     END_FOR END_SEND EXTENDED_ARG GET_AITER GET_ANEXT GET_AWAITABLE INTERPRETER_EXIT LIST_APPEND LOAD_ASSERTION_ERROR
     LOAD_BUILD_CLASS LOAD_CLOSURE LOAD_COMMON_CONSTANT LOAD_CONST LOAD_FAST LOAD_FAST_AND_CLEAR LOAD_FAST_BORROW
-    LOAD_FAST_BORROW_LOAD_FAST_BORROW LOAD_FAST_CHECK LOAD_FAST_LOAD_FAST LOAD_LOCALS LOAD_SMALL_INT MAKE_CELL MAP_ADD
-    MATCH_MAPPING MATCH_SEQUENCE NOP NOT_TAKEN POP_EXCEPT POP_ITER POP_TOP PRECALL PREP_RERAISE_STAR PUSH_EXC_INFO
-    PUSH_NULL RAISE_VARARGS RERAISE RESUME RETURN_CONST RETURN_GENERATOR RETURN_VALUE SEND SET_ADD
-    SET_FUNCTION_ATTRIBUTE SETUP_ANNOTATIONS STORE_FAST STORE_FAST_LOAD_FAST STORE_FAST_STORE_FAST STORE_NAME SWAP
+    LOAD_FAST_BORROW_LOAD_FAST_BORROW LOAD_FAST_CHECK LOAD_FAST_LOAD_FAST LOAD_LOCALS LOAD_SMALL_INT MAKE_CELL
+    MAKE_FUNCTION MAP_ADD MATCH_MAPPING MATCH_SEQUENCE NOP NOT_TAKEN POP_EXCEPT POP_ITER POP_TOP PRECALL
+    PREP_RERAISE_STAR PUSH_EXC_INFO PUSH_NULL RAISE_VARARGS RERAISE RESUME RETURN_CONST RETURN_GENERATOR RETURN_VALUE
+    SEND SET_ADD SET_FUNCTION_ATTRIBUTE SETUP_ANNOTATIONS STORE_FAST STORE_FAST_LOAD_FAST STORE_FAST_STORE_FAST
+    STORE_NAME SWAP
     WITH_EXCEPT_START YIELD_VALUE BEFORE_ASYNC_WITH ASYNC_GEN_WRAP""".split()
 )
 _BY_NAME = MappingProxyType(
