@@ -176,10 +176,10 @@ def _rows_of(name: str, text: str) -> list[Row]:
 
 
 @contextmanager
-def put_back() -> Iterator[None]:
+def put_back(row: Row) -> Iterator[None]:
     """Restore what a program changes outside of itself."""
     kept, environment = [dict(vars(owner)) for owner in SHARED], dict(os.environ)
-    frozen, callbacks = gc.get_freeze_count(), list(gc.callbacks)
+    callbacks = list(gc.callbacks)
     try:
         yield
     finally:
@@ -194,7 +194,7 @@ def put_back() -> Iterator[None]:
             os.environ.update(environment)
         torch.nn.modules.module._global_forward_hooks.clear()
         gc.callbacks[:] = callbacks
-        if gc.get_freeze_count() > frozen:
+        if "gc.freeze()" in row.setup:
             gc.unfreeze()
         for name in [name for name in sys.modules if name.startswith("made_")]:
             del sys.modules[name]
@@ -218,11 +218,11 @@ def outcome(call: Callable[[], Any]) -> Any:
 def judge(row: Row, change: Change, **given: Any) -> None:
     """Hold a program against the law; it gets what is `given` by name."""
     run = contextvars.copy_context().run
-    with put_back():
+    with put_back(row):
         if change.kind == "refused":
             return _is_refused(row, change, given)
         expected = run(_of_eager, row, change, given)
-    with put_back():
+    with put_back(row):
         contextvars.copy_context().run(_holds, row, change, given, expected)
     return None
 
