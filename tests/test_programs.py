@@ -24,6 +24,7 @@ from functional_cg.examples.programs import (
     logged,
     lora,
     nanogpt,
+    population,
     property_test,
     trainer,
 )
@@ -322,6 +323,13 @@ def test_cartpole_swarm_learns() -> None:
     lengths = cartpole_swarm.train(updates=25)
     assert np.mean(lengths[:3]) < 40
     assert np.mean(lengths[-3:]) > 80
+
+
+def test_a_population_moves_to_the_rates_that_work() -> None:
+    losses, best = population.train(members=8, rounds=3, steps=40)
+    assert losses[-1].median() < 0.5 * losses[1].median()
+    assert best.params["w2"].shape == (64, 64)
+    assert 1e-3 < float(best.opt_state.hyperparams["learning_rate"]) < 0.5
 
 
 def test_carts_of_the_swarm_move_as_those_in_numpy() -> None:

@@ -57,6 +57,25 @@ def test_the_program_runs_and_learns(
     assert torch.equal(resumed.step, torch.tensor(320))
 
 
+def test_the_sweep_runs_and_its_table_is_true(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = run(ROOT / "functional_cg" / "transforms" / "README.md", 1)
+    assert re.search(r"the best rate is \de-\d\d", capsys.readouterr().out)
+    step, state, losses, x = names["train_step"], names["state"], names["losses"], names["x"]
+    y = x.sum(dim=1, keepdim=True)
+    fcg.save(tmp_path / "all.safetensors", state)
+    before = fcg.snapshot(state)
+    stopping = fcg.graph_step(step.__wrapped__)
+    state, _ = stopping(state, (x, y), active=losses < 0.01)
+    still = (before.params["weight"] == state.params["weight"]).flatten(1).all(dim=1)
+    assert still.tolist() == (losses >= 0.01).tolist()
+    with pytest.raises(fcg.LayoutError, match="max_captures=2"):
+        step(fcg.tree.take(state, [3, 3, 2, 0]), (x, y))
+    best, module = fcg.tree.take(state, 3), torch.nn.Linear(2, 1)
+    module.load_state_dict(names["apply"].state_dict(best.params, best.buffers))
+    assert torch.equal(module.weight, state.params["weight"][3])
+    assert torch.equal(fcg.load(tmp_path / "all.safetensors", state).params["bias"], before.params["bias"])
+
+
 def test_the_step_without_modules_runs_and_learns(capsys: pytest.CaptureFixture[str]) -> None:
     names = run(ROOT / "functional_cg" / "transforms" / "README.md")
     assert "tensor(" in capsys.readouterr().out

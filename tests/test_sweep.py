@@ -295,6 +295,19 @@ def test_members_are_taken_and_copied_over_others() -> None:
         fcg.tree.take(state, 4)
 
 
+def test_a_number_is_set_for_all_members_or_for_each() -> None:
+    state = fcg.tree.stack([create(mlp, RATES, seed) for seed in range(2)])
+    numbers = torch.tensor([0.1, 0.01])
+    for placed in (state, fcg.place(state)):
+        one_each = optim.set_hyperparams(placed, learning_rate=numbers)
+        assert one_each.opt_state.hyperparams["learning_rate"].tolist() == numbers.tolist()
+        both = optim.set_hyperparams(one_each, learning_rate=0.5, weight_decay=torch.tensor(0.25))
+        assert both.opt_state.hyperparams["learning_rate"].tolist() == [0.5, 0.5]
+        assert both.opt_state.hyperparams["weight_decay"].tolist() == [0.25, 0.25]
+        with pytest.raises(ValueError, match=r"learning_rate is \[2\] in the state, and got \[3\]"):
+            optim.set_hyperparams(both, learning_rate=torch.ones(3))
+
+
 def test_eagerly_one_member_runs_after_another() -> None:
     step = fcg.graph_step(fcg.sweep(train_step))
     state, metrics = step.eager(members(), torch.ones(3))
@@ -323,7 +336,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "members with other optimizers": (
         lambda: fcg.tree.stack([create(mlp, optim.sgd(0.1), 0), create(mlp, optim.sgd(0.2), 1)]),
         fcg.LayoutError,
-        "expected static fields",
+        r"(?s)tree.stack: .*expected static fields.*set_hyperparams\(state, learning_rate=torch.tensor",
     ),
     "no members": (lambda: fcg.tree.stack([]), ValueError, "there is no tree"),
     "a batch without the axis": (

@@ -197,16 +197,20 @@ def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
       >>> tree.map(lambda a, b: a + b, {"x": 1, "y": 2}, {"x": 10, "y": 20})
       {'x': 11, 'y': 22}
     """
-    first, treedef = flatten(tree)
+    return _mapped("map", "give each tree the structure of the first one.", function, [tree, *rest])
+
+
+def _mapped(name: str, fix: str, function: Callable[..., Any], trees: Sequence[Any]) -> Any:
+    first, treedef = flatten(trees[0])
     others = []
-    for other in rest:
+    for other in trees[1:]:
         flat, other_def = flatten(other)
         if other_def != treedef:
             raise LayoutError.of(
                 "",
-                "tree.map: the trees differ in structure.",
+                f"tree.{name}: the trees differ in structure.",
                 rows=structure_diff(treedef, other_def, "tree"),
-                fix="give each tree the structure of the first one."
+                fix=fix
                 if type(None) not in (treedef.kind, other_def.kind)
                 else "a tree is None: `state.grads`, for one, is there with `TrainState.create(accumulate=True)`.",
             )
@@ -235,7 +239,11 @@ def stack(trees: Sequence[Any]) -> Any:
     """
     if not trees:
         raise ValueError("tree.stack: there is no tree to stack.")
-    return map(_stacked, *trees)
+    fix = (
+        "create all of them with one optimizer; then give each its own numbers, "
+        "`fcg.optim.set_hyperparams(state, learning_rate=torch.tensor([0.1, 0.01]))`."
+    )
+    return _mapped("stack", fix, _stacked, trees)
 
 
 def _stacked(*leaves: torch.Tensor) -> torch.Tensor:

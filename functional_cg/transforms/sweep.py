@@ -33,8 +33,9 @@ def sweep(fn: Callable[..., Any], *, each: str | Collection[str] = ()) -> Callab
     computes what it computes alone, up to the order in which a batched kernel sums.
 
     Whatever differs between members is in their states: seeds, initial values, and hyperparameters of
-    :class:`functional_cg.optim.inject_hyperparams`. :func:`functional_cg.tree.stack` makes one state of many, and
-    :func:`functional_cg.tree.take` returns a member, or a selection of them in any order.
+    :class:`functional_cg.optim.inject_hyperparams`, which :func:`functional_cg.optim.set_hyperparams` sets for each.
+    :func:`functional_cg.tree.stack` makes one state of many, and :func:`functional_cg.tree.take` returns a member, or
+    a selection of them in any order.
 
     The new function takes one more keyword argument, ``active``, bool[n]: members where it is false keep their state.
 

@@ -173,11 +173,12 @@ def set_hyperparams(state: S, **values: float | Tensor) -> S:
 
     Args:
       state: A state containing an ``opt_state``, a handle to one, or an ``opt_state`` itself.
-      **values: New numbers or 0-dim tensors, by name.
+      **values: New numbers or 0-dim tensors, by name; in the state of a :func:`functional_cg.sweep`, one for all
+        members, or a tensor [n] with one for each.
     Returns:
       The state with the new numbers.
     Raises:
-      ValueError: If a name is not in the state.
+      ValueError: If a name is not in the state, or a tensor has another shape.
 
     Example:
       >>> import torch
@@ -201,7 +202,7 @@ def set_hyperparams(state: S, **values: float | Tensor) -> S:
     if not values:
         return state
     positions = [i for name in values for i in found[name]]
-    new = [_like(value, old[i]) for name, value in values.items() for i in found[name]]
+    new = [_like(name, value, old[i]) for name, value in values.items() for i in found[name]]
     return tree.at(lambda view: [tree.leaves(view)[i] for i in positions], state, new)
 
 
@@ -216,8 +217,13 @@ def _not_injected(name: str, found: list[str]) -> str:
     return f"set_hyperparams: the state has no injected number {name!r}, it has {found or 'none'}.\nTo fix: {fix}."
 
 
-def _like(value: float | Tensor, slot: Tensor) -> Tensor:
-    """Make a new 0-dim tensor from ``value`` with the dtype and device of ``slot``."""
-    if isinstance(value, Tensor):
-        return value.detach().to(dtype=slot.dtype, device=slot.device, copy=True)
-    return torch.full((), float(value), dtype=slot.dtype, device=slot.device)
+def _like(name: str, value: float | Tensor, slot: Tensor) -> Tensor:
+    """Make a new tensor from ``value`` with the shape, dtype and device of ``slot``."""
+    if not isinstance(value, Tensor):
+        return torch.full_like(slot, float(value))
+    if value.dim() and value.shape != slot.shape:
+        raise ValueError(
+            f"set_hyperparams: {name} is {list(slot.shape)} in the state, and got {list(value.shape)}.\nTo fix: one "
+            "number for all, or a tensor of that shape."
+        )
+    return value.detach().to(dtype=slot.dtype, device=slot.device, copy=True).expand_as(slot).contiguous()
