@@ -48,7 +48,7 @@ def _run(
     reads: HostReads | None = None,
 ) -> Recorder:
     mode = FakeMode()
-    follower = Follower(HostReads((), list) if reads is None else reads)
+    follower = Follower(HostReads((), lambda: (set(), lambda: iter(()))) if reads is None else reads)
     recorder = Recorder(recipe, mode, checkpoint, follower)
     runs.append(recorder)
     program = recorder.program

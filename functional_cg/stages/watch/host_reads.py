@@ -16,6 +16,7 @@ import types
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
+from itertools import chain, compress, filterfalse, repeat
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -95,7 +96,11 @@ class HostReads:
       contexts: How often the step has set a context variable, less how often it has reset it.
     """
 
-    def __init__(self, constants: Iterable[torch.Tensor], made: Callable[[], list[Any]]) -> None:
+    def __init__(
+        self,
+        constants: Iterable[torch.Tensor],
+        made: Callable[[], tuple[set[int], Callable[[], Iterator[Any]]]],
+    ) -> None:
         self.entries: dict[Any, Entry] = {}
         self.frame: FrameType | None = None
         self._drawn: list[tuple[Place, Any, Location]] = []
@@ -416,7 +421,7 @@ class HostReads:
         places = [place for place in self._places.values() if place.owner is None and not place.outlives]
         self._places.clear()
         values = [place.value for place in places]
-        made = _among(self._made_lately(), values)  # last: it counts the references that `values` holds, too
+        made = _among(*self._made_lately(), values)  # last: it counts the references that `values` holds, too
         for place in places:
             gone = id(place.value) in made
             place.value, place.outlives = (GONE, False) if gone else (place.value, True)
@@ -838,24 +843,29 @@ class HostReads:
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # not those of a trace or of a state
 
 
-def _among(young: list[Any], values: list[Any]) -> set[int]:
-    """Return the ids of young objects, and of values that only they hold, since the collector does not track all.
+def _among(made: set[int], young: Callable[[], Iterator[Any]], values: list[Any]) -> set[int]:
+    """Add to the ids of young objects those of values that only they hold, since the collector does not track all.
 
     Not tracked are an iterator of a range, and a dict of numbers or of a frame's locals. A young dict may be the
     `__dict__` of an old object, which Python makes when it is first asked for: then the old object holds it, too.
+
+    Args:
+      made: Ids of all young objects.
+      young: Yields them, for one call in C.
+      values: What the run has met that may be young; the list is.
     """
-    made = set(map(id, young))
     loose = {id(one): one for one in values if not gc.is_tracked(one)}
     if not loose and not any(type(one) is dict for one in values):
         return made
-    held = Counter(map(id, gc.get_referents(*young)))
-    for one in young:
-        if type(one) is dict and sys.getrefcount(one) - _HERE > held[id(one)]:
+    held = Counter(map(id, chain.from_iterable(map(gc.get_referents, young()))))
+    untracked = list(filterfalse(gc.is_tracked, chain.from_iterable(map(gc.get_referents, young()))))
+    loose |= {id(one): one for one in untracked if type(one) is dict}
+    del untracked
+    are_dicts = map(operator.is_, map(type, young()), repeat(dict))
+    for one in list(compress(chain(young(), repeat(None)), are_dicts)):
+        if sys.getrefcount(one) - _HERE > held[id(one)]:
             made.discard(id(one))
             held.subtract(map(id, gc.get_referents(one)))
-    loose |= {
-        id(one): one for one in gc.get_referents(*young) if type(one) is dict and not gc.is_tracked(one)
-    }
     before = -1
     while before != (before := len(loose)):
         for number in list(loose):
