@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -194,3 +196,28 @@ def test_an_rnn_on_another_thread_changes_no_mode_of_a_step(monkeypatch: pytest.
     out, found = at_once(slowly, replay)
     assert found == ([2, 2], [3, 3])
     assert out.shape == (3, 2)
+
+
+def test_a_trace_holds_nothing_that_another_thread_is_building() -> None:
+    """A tuple that anybody else holds cannot be finished: the thread would get a SystemError."""
+    ended, table, before = threading.Event(), {"rate": 2.0}, sys.getswitchinterval()
+
+    def builds() -> None:
+        while not ended.is_set():
+            tuple(number for number in range(400))
+
+    def traces() -> None:
+        for _ in range(8):
+            fcg.graph_fn(lambda x: x * table["rate"] + sum(iter(range(3))))(torch.ones(2))
+
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            builders = [pool.submit(builds) for _ in range(3)]
+            traces()
+            ended.set()
+            for builder in builders:
+                builder.result()
+    finally:
+        ended.set()
+        sys.setswitchinterval(before)
