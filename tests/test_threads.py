@@ -103,7 +103,7 @@ def test_unflatten_keeps_no_leaf() -> None:
 
 def test_threads_may_trace_at_one_time() -> None:
     def work() -> None:
-        for _ in range(3):
+        for _ in range(8):
             fcg.graph_step(lambda s, x: ({"w": s["w"] * x}, {}))({"w": torch.ones(3)}, torch.ones(3))
 
     assert at_once(work, work, work) == [None, None, None]
@@ -139,7 +139,7 @@ def beside(act: Callable[[], Any], *, pause: float) -> Iterator[list[Any]]:
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_another_thread_may_draw_and_gets_each_number_once(draw: Callable[[], Any]) -> None:
     with beside(draw, pause=0.0005) as drawn:
-        for _ in range(3):
+        for _ in range(8):
             fcg.graph_step(lambda s, x: ({"w": s["w"] * x}, {}))({"w": torch.ones(3)}, torch.ones(3))
     assert len(drawn) == len(set(map(str, drawn))) > 8
 
@@ -210,10 +210,10 @@ def test_a_trace_holds_nothing_that_another_thread_is_building() -> None:
         for _ in range(3):
             fcg.graph_fn(lambda x: x * table["rate"] + sum(iter(range(3))))(torch.ones(2))
 
-    sys.setswitchinterval(1e-4)
+    sys.setswitchinterval(1e-5)
     try:
-        with ThreadPoolExecutor(3) as pool:
-            builders = [pool.submit(builds) for _ in range(3)]
+        with ThreadPoolExecutor(1) as pool:
+            builders = [pool.submit(builds) for _ in range(1)]
             traces()
             ended.set()
             for builder in builders:
