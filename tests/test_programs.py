@@ -326,7 +326,7 @@ def test_cartpole_swarm_learns() -> None:
 
 
 def test_a_population_moves_to_the_rates_that_work() -> None:
-    losses, best = population.train(members=8, rounds=3, steps=40)
+    losses, best = population.train(members=8, rounds=4, steps=60)
     assert losses[-1].median() < 0.5 * losses[1].median()
     assert best.params["w2"].shape == (64, 64)
     assert 1e-3 < float(best.opt_state.hyperparams["learning_rate"]) < 0.5

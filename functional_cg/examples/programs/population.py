@@ -13,18 +13,11 @@ from torch import Tensor
 
 import functional_cg as fcg
 
+from .exploration import spirals
+
 Params = dict[str, Tensor]
 State = fcg.TrainState[Params]
 Batch = dict[str, Tensor]
-
-
-def spirals(generator: torch.Generator, count: int = 256) -> Batch:
-    """Draw points, f32[count, 2], and which of two arms each is on, f32[count]."""
-    radius = 0.1 + 0.9 * torch.rand(count, generator=generator)
-    arm = torch.randint(2, (count,), generator=generator)
-    angle = 9 * radius + torch.pi * arm
-    x = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
-    return {"x": x + 0.05 * torch.randn(count, 2, generator=generator), "y": arm.float()}
 
 
 def create_member(seed: int, device: str = "cpu") -> State:
@@ -83,21 +76,20 @@ def train(
     Returns:
       Held-out losses f32[members] before the first round and after each, and the state of the best member.
     """
-    generator = torch.Generator().manual_seed(0)
-    held_out, rates = spirals(generator, 2000), torch.logspace(-4, 0, members)
-    state, losses = create_state(rates, device), list[Tensor]()
-    for number in range(rounds + 1):
+    generator, batches, held_out = torch.Generator().manual_seed(0), spirals(seed=0), next(spirals(1, 2000))
+    rates = torch.logspace(-4, 0, members)
+    state = create_state(rates, device)
+    losses = [evaluate(state, held_out).cpu()]
+    for number in range(1, rounds + 1):
+        if number > 1:
+            state, rates = moved(state, rates, losses[-1], generator)
+        for _ in range(steps):
+            state, _ = train_step(state, next(batches))
         losses.append(evaluate(state, held_out).cpu())
         best = int(losses[-1].nan_to_num(torch.inf).argmin())
         low, median = losses[-1].nanquantile(torch.tensor([0.0, 0.5]))
         print(f"round {number}: best {low:.4f} at a rate of {rates[best]:.1e}, median {median:.4f}")
-        if number == rounds:
-            return losses, fcg.tree.take(state, best)
-        if number:
-            state, rates = moved(state, rates, losses[-1], generator)
-        for _ in range(steps):
-            state, _ = train_step(state, spirals(generator))
-    raise AssertionError
+    return losses, fcg.tree.take(state, int(losses[-1].nan_to_num(torch.inf).argmin()))
 
 
 if __name__ == "__main__":
