@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -585,6 +586,40 @@ def test_what_is_put_back_takes_no_third_run(held: Any, last: int | None, runs: 
 
     fcg.graph_fn(step)(X)
     assert capsys.readouterr().out.count("run") == runs
+
+
+@dataclass(frozen=True)
+class Rates:
+    low: float = 2.0
+    high: float = 3.0
+
+
+ASKED = {
+    "dict": lambda: (
+        sum({"a": 2.0}.values()) + sum(TABLE.values()) + len([*TABLE.items()]) + len(TABLE.copy())
+    ),
+    "list": lambda: LEVELS.index(3.0) + LEVELS.count(2.0) + len(LEVELS.copy()),
+    "set": lambda: len(NAMES.union({"b"})) + NAMES.isdisjoint({"c"}),
+    "dataclass": lambda: replace(RATES, low=1.0).high,
+}
+TABLE, LEVELS, NAMES, RATES = {"a": 2.0}, [2.0, 3.0], {"a"}, Rates()
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_is_only_asked_takes_no_third_run(name: str, capsys: Any) -> None:
+    def step(x: Any) -> Any:
+        print("run")  # noqa: T201
+        return x * ASKED[name]()
+
+    fcg.graph_fn(step)(X)
+    assert capsys.readouterr().out.count("run") == 2
+
+
+def test_of_a_train_state_only_the_leaves_count() -> None:
+    params = {"w": torch.ones(3)}
+    step = fcg.graph_step(lambda state: (state.apply_gradients(state.params), {}))
+    step(fcg.TrainState.create(params=params, optimizer=fcg.optim.sgd(0.1)))
+    assert "__dataclass_fields__" not in str(step.explain())
 
 
 def test_what_a_step_gives_to_other_threads_is_refused() -> None:

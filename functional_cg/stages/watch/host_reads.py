@@ -561,7 +561,8 @@ class HostReads:
             known = self._places.get(id(owner))
             if known is None or not known.root.outlives:
                 self.of_class(type(owner), name, in_class)
-            self._read(owner, Step(ATTRIBUTE, name), in_class)
+            if not name.startswith("_") or self.is_of_user(_definer(type(owner), name)):
+                self._read(owner, Step(ATTRIBUTE, name), in_class)
             return in_class
         self.of_class(type(owner), name, in_class)
         of_module = issubclass(type(owner), torch.nn.Module) and not name.startswith("_")
@@ -611,7 +612,7 @@ class HostReads:
 
     def of_class(self, cls: type, name: str, found: Any) -> None:
         """Record what a user's class stores under a name."""
-        definer = next((one for one in cls.__mro__ if name in vars(one)), cls)
+        definer = _definer(cls, name)
         of_interest = self.is_of_user(cls) or issubclass(cls, torch.nn.Module)
         own = self.is_of_user(definer) or (of_interest and not name.startswith("_"))
         if not own or (issubclass(cls, enum.Enum) and type(found) not in _DEFINITIONS):  # a member stays
@@ -877,6 +878,11 @@ def _among(made: set[int], young: Callable[[], Iterator[Any]], values: list[Any]
 
 
 _HERE = 3  # references to an object that such a loop looks at: of the list or dict, its own, and an argument
+
+
+def _definer(cls: type, name: str) -> type:
+    """Return the class that stores a name, the class itself or one of its bases; the class if none does."""
+    return next((one for one in cls.__mro__ if name in vars(one)), cls)
 
 
 def _remains(entry: Entry) -> bool:

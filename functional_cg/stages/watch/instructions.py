@@ -49,6 +49,10 @@ _NAMES_OF_CLASSES = frozenset({"__name__", "__qualname__", "__module__"})
 _WRITES = frozenset("append appendleft insert add __setitem__ __setattr__ __init__".split())
 _COPIES = frozenset({"extend", "extendleft", "update"})  # write what their arguments hold
 _LOOKUPS = frozenset({"get", "setdefault", "__getitem__"})
+_TELLS = frozenset(
+    """keys values items copy index count union intersection difference isdisjoint issubset issuperset
+    __contains__ __iter__ __len__ __reversed__""".split()
+)
 # Their answers depend on hidden state, and asking changes nothing.
 _QUERIES: frozenset[Any] = frozenset(
     {threading.Event.is_set, logging.Logger.isEnabledFor, logging.Logger.getEffectiveLevel}
@@ -285,7 +289,8 @@ class Instructions:
             ):  # such as `index` looks for; containers are compared by contents
                 if not is_container(value):
                     self.reads.identity(value)
-        self.changes(owner)
+        if name not in _TELLS:
+            self.changes(owner)
         if name not in _WRITES:
             self.hand_on(*args, *kwargs.values())
 
