@@ -25,11 +25,15 @@ class AsGraphs:
         run, static = plan.bind(buffers), [metric.clone() for metric in plan.bind(scratch())(())]
         return _Again(lambda before: _into(static, run(before)), static)
 
-    def record(self, run: Run) -> Replay:
-        run(())
-        with _Calls() as calls:
-            static = run(())
-        return _Again(lambda before: calls.repeat(), static)
+    def recorder(self) -> Callable[[Run], Replay]:
+        return _recorded
+
+
+def _recorded(run: Run) -> Replay:
+    run(())
+    with _Calls() as calls:
+        static = run(())
+    return _Again(lambda before: calls.repeat(), static)
 
 
 class _Again:

@@ -129,8 +129,8 @@ class Backend(Protocol):
     Attributes:
       name: Name in messages and ``explain()``.
       has_lanes: If there and true: it runs a plan with branches on lanes, by ``bound``.
-      record: If there: ``record(run)`` captures any run. Replays that are not fresh then have their outputs as
-        ``static``; what is recorded is not fresh.
+      recorder: If there: ``recorder()`` returns a function that captures any run, into memory that these runs share.
+        Replays that are not fresh then have their outputs as ``static``; what is recorded is not fresh.
     """
 
     name: str

@@ -27,7 +27,7 @@ from ..stages.run.capture import CUDABackend
 from ..stages.run.memory import scratch
 from ..stages.trial.judge import Difference, miscompiled
 from ..stages.trial.recorded import Recorded
-from ..stages.trial.space import Space, device_of, free_host_memory, free_room
+from ..stages.trial.space import Space, device_of
 from ..stages.trial.trial import Certificate, Trial, TrialOfFunctions
 from ..state.arena import Arena
 from .lowered import Lowered
@@ -35,8 +35,7 @@ from .lowered import Lowered
 __all__ = ["Certified", "certify"]
 
 _log = logging.getLogger("functional_cg")
-_RECORDED = 32  # a recorded comparison takes at most this part of the free memory, and keeps it
-_RECORDED_RUNS = 2  # runs of the program in it, each with memory of its own
+_RECORDED = 2**28  # bytes that a recorded comparison takes at most, and keeps
 
 
 def certify(
@@ -108,7 +107,7 @@ class Certified:
         self._lowered, self._trial, self._buffers, self._arenas = lowered, trial, buffers, arenas
         self._every = asked if type(asked) is int else 0  # 0 for powers of two
         self._calls, self._due = 0, self._every + 1 if self._every else 2
-        self._recorded = self._record(getattr(backend, "record", None))
+        self._recorded = self._record(getattr(backend, "recorder", None))
         _give_back(buffers)
 
     def __call__(self, before: Before, /) -> Sequence[Tensor]:
@@ -143,22 +142,20 @@ class Certified:
             lowered.certificate = lowered.certificate.also(self._calls, trial.share)
         return metrics
 
-    def _record(self, record: Callable[[Run], Replay] | None) -> Recorded | None:
+    def _record(self, recorder: Callable[[], Callable[[Run], Replay]] | None) -> Recorded | None:
         """Record what later comparisons run, if every rank can in little memory: small programs wait for the host."""
         trial, reference, buffers = self._trial, self._lowered.reference, self._buffers
         # Pages can leave the device.
-        if record is None or self.fresh or not trial.whole or any(arena.pages for arena in self._arenas):
+        if recorder is None or self.fresh or not trial.whole or any(arena.pages for arena in self._arenas):
             return None
-        free = free_room(buffers)
-        room = (free_host_memory() if free is None else free) // _RECORDED
         kept = sum(buffers.slots[out.slot].nbytes for out in reference.outputs if out.slot is not None)
-        if trial.together(bool(trial.lacking) or _RECORDED_RUNS * reference.at_once + kept > room):
+        if trial.together(bool(trial.lacking) or reference.at_once + kept > _RECORDED):
             return None
         recorded: Recorded | None = None
         try:
             space = Space.of(reference, buffers, inputs=False)
             outputs = reference.made(cast("Any", self._replay).static, buffers.slots)
-            recorded = Recorded(reference, space, outputs, record)
+            recorded = Recorded(reference, space, outputs, recorder())
         except Exception as error:  # out of memory, a kernel that refuses: it can be compared call by call
             _log.debug("later comparisons are not recorded: %s", error)
         if not trial.together(recorded is None):

@@ -168,13 +168,20 @@ class CUDABackend:
             caller.wait_stream(self._streams[1])
             return replay
 
-    def record(self, run: Run) -> Replay:
-        """Capture a run that writes nothing that others read, into a pool of its own: what it makes stays."""
+    def recorder(self) -> Callable[[Run], Replay]:
+        """Return what captures runs that write nothing that others read, into a pool of their own: results stay.
+
+        A run may overwrite what an earlier one has freed, so that they are replayed in order.
+        """
         own = CUDABackend(self._device)
-        with torch.cuda.device(self._device), quiet():
-            with own.aside():
-                run(())
-            return own._graph(run)
+
+        def record(run: Run) -> Replay:
+            with torch.cuda.device(self._device), quiet():
+                with own.aside():
+                    run(())
+                return own._graph(run)
+
+        return record
 
     def _graph(self, run: Run, nbytes: int = 0, multiplies: bool = False) -> _GraphReplay:  # noqa: FBT001, FBT002
         graph = torch.cuda.CUDAGraph()
