@@ -315,11 +315,41 @@ def test_eagerly_one_member_runs_after_another() -> None:
     assert metrics["mean"].tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_what_has_no_batching_rule_is_named_and_made_for_each_member() -> None:
-    train = PROGRAMS["attention"]
-    step = fcg.graph_step(fcg.sweep(train[2](fcg.from_module(Attention())[0])), lowering="aten")
-    step.lower(fcg.tree.stack([create(Attention, train[1], seed) for seed in range(2)]), tokens(0))
-    assert "2 members: one call for all, but for" in step.explain()
+MASKS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
+    "shared by rows": (lambda bias, given: given[:, :1], True),
+    "shared": (lambda bias, given: given[0, 0], True),
+    "of each member, by rows": (lambda bias, given: bias + given, True),
+    "of each member": (lambda bias, given: bias, False),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_attention_takes_the_rows_of_all_members_at_once(name: str, rows: int) -> None:
+    mask_of, at_once = MASKS[name]
+
+    def attend(state: Any, batch: Any) -> Any:
+        x, given = batch
+
+        def loss_fn(params: Any) -> Tensor:
+            q, k, v = (x @ params["w"]).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
+            mask = mask_of(params["bias"], given).detach()
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).square().mean()
+
+        loss, grads = fcg.value_and_grad(loss_fn)(state)
+        return fcg.tree.map(lambda one, grad: one - 0.1 * grad, state, grads), loss
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=seeded(len(shape)))
+
+    given = draw(rows, 5, 6), draw(rows, 3, 5, 5)
+    alone = [{"w": draw(6, 36) * n, "bias": draw(5, 5) * n} for n in (1, 2)]
+    many, single = (fcg.graph_step(one, lowering="aten") for one in (fcg.sweep(attend), attend))
+    state, loss = many(fcg.tree.stack(alone), given)
+    results = [single(one, given) for one in alone]
+    alike((fcg.snapshot(state), loss), [(fcg.snapshot(one), value) for one, value in results])
+    # What has no batching rule is made for each member, and named.
+    assert ("2 members: one call for all, but for" in many.explain()) is not at_once
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {

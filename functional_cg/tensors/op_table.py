@@ -35,6 +35,7 @@ A row names ops, the kind under which costs list them (``-`` for none of its own
 ``masks``             Its indices may be masks: then the shape of its result, or which elements it writes, is not known.
 ``statistics``        Writes running statistics, unless it is told that it does not train; its schema need not say so.
 ``lists``             Does the same for each tensor of its lists.
+``by_row``            Computes each row of its results, along the first dimension, from the same row of its arguments.
 ====================  =====================================================================================
 
 A name with ``*`` stands for all that match it, and an op in place has the rows of the one out of place.
@@ -63,6 +64,8 @@ convolution* _convolution cudnn_convolution cudnn_convolution_relu cudnn_convolu
 _slow_conv*                                 convolution
 scaled_dot_product* _scaled_dot_product* _flash_attention* _efficient_attention*    attention
 _cudnn_attention*                           attention
+_scaled_dot_product_flash_attention* _scaled_dot_product_efficient_attention*    -    by_row
+_scaled_dot_product_cudnn_attention* _scaled_dot_product_fused_attention*        -    by_row
 _fused_ada* _fused_sgd*                     optimizer      lists
 _foreach_*                                  -              lists
 _foreach_max _foreach_norm _foreach_powsum  reduction
@@ -204,6 +207,7 @@ class OpRow:
     masks: bool = False
     statistics: bool = False
     lists: bool = False
+    by_row: bool = False
 
 
 def row_of(op: Any) -> OpRow:

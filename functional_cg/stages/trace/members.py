@@ -197,7 +197,8 @@ class _Members:
             self._values[call.out] = value.as_strided([self._count, *size], [value.stride(0), *stride], moved)
         else:
             for part in _parts(call):
-                self._values.update(self._batched(part, own) or self._one_by_one(part, own))
+                made = self._as_rows(part, own) or self._batched(part, own) or self._one_by_one(part, own)
+                self._values.update(made)
 
     def report(self, report: Report) -> None:
         """Record a report of one member for all."""
@@ -220,6 +221,27 @@ class _Members:
                 value = value.expand(self._count, *value.shape).clone()
             self._values[var] = value
         return self._values[var]
+
+    def _as_rows(self, call: Instr, own: Sequence[Var]) -> dict[Var, Tensor] | None:
+        """Make a call that computes row by row on the rows of all members; return None if it is no such call."""
+        count = next(iter(call.inputs())).spec.shape[0] if row_of(call.op).by_row else 0
+        in_rows = {var for var in call.inputs() if _has_rows(var.spec.shape, count)}
+        if not count or any(len(var.spec.shape) > 1 and var not in in_rows for var in own):
+            return None
+
+        def value(var: Var) -> Tensor:
+            value = self._value(var)
+            if var in in_rows:
+                return (value if var in own else value.expand(self._count, *value.shape)).flatten(0, 1)
+            return value[0] if var in own else value  # a seed that attention without dropout does not read
+
+        def of_members(value: Tensor) -> Tensor:
+            if _has_rows(value.shape, self._count * count):
+                return value.unflatten(0, (self._count, count))
+            return value.expand(self._count, *value.shape)
+
+        made = assigned(call.out, _run(call, value))
+        return {var: of_members(value) for var, value in made if value is not None}
 
     def _batched(self, call: Instr, own: Sequence[Var]) -> dict[Var, Tensor] | None:
         """Make a call by a batching rule; return its results, or None if there is no rule that makes these."""
@@ -278,6 +300,10 @@ class _Members:
         written = {var for var in made if var in call.writes}
         stacked = zip(made, zip(*columns, strict=True), strict=True)
         return {var: self._values[var] if var in written else torch.stack(column) for var, column in stacked}
+
+
+def _has_rows(shape: Sequence[int], count: int) -> bool:
+    return len(shape) > 2 and shape[0] == count  # noqa: PLR2004 - log-sums have three dimensions
 
 
 def _own_storages(calls: Sequence[Instr], given: set[int]) -> set[int]:
