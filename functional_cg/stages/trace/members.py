@@ -303,7 +303,7 @@ class _Members:
 
 
 def _has_rows(shape: Sequence[int], count: int) -> bool:
-    return len(shape) > 2 and shape[0] == count  # noqa: PLR2004 - log-sums have three dimensions
+    return len(shape) > 2 and shape[0] == count  # log-sums have three
 
 
 def _own_storages(calls: Sequence[Instr], given: set[int]) -> set[int]:
