@@ -1,0 +1,266 @@
+"""Times many models at once: ``python -m tests.bench.members --members 1 4 16 64 256 --device cuda``.
+
+Each system trains the same members, which differ in their initial values and rates, on the same batches. A row says how
+long one step of all members takes: of one graph over all (``sweep``), of one captured step that runs on the state of
+one member after another (``loop``), of ``jax.vmap`` under ``jax.jit`` with a donated state, and of ``torch.func.vmap``
+under ``torch.compile``. The systems take turns; the losses of all are compared first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import functional_cg as fcg
+
+from .measure import BATCHES, environment
+from .system import BETAS, EPS, Unavailable, there, waiter
+from .systems.jax_losses import jax_loss
+from .systems.jax_systems import modules
+from .systems.losses import Model, torch_loss
+from .workloads import Batch, Params, Workload
+
+__all__ = ["SYSTEMS", "WORKLOADS", "main"]
+
+WORKLOADS = {
+    "mlp": Workload("mlp", "mlp", 4, 64, 32),
+    "cnn": Workload("cnn", "cnn", 1, 8, 16, tolerance=1e-2),
+    "gpt": Workload("gpt", "gpt", 2, 64, 8, time=64, vocab=64, bf16=True, tolerance=1e-2),
+}
+_LOSSES = 3
+_ROUNDS, _ROUND_S = 7, 0.2
+
+
+@dataclass(eq=False)
+class _System:
+    """Trains all members.
+
+    Attributes:
+      step: ``step(number)`` trains on that batch and returns the losses, [members].
+      wait: Waits for the device.
+    """
+
+    step: Callable[[int], Any]
+    wait: Callable[[], None]
+
+
+def _member(work: Workload, number: int) -> Params:
+    return {name: value * (1 + number / 100) for name, value in work.params().items()}
+
+
+def _rates(work: Workload, count: int) -> list[float]:
+    return [work.learning_rate * (1 + number) / count for number in range(count)]
+
+
+def _of_ours(work: Workload, rates: Sequence[float], device: torch.device) -> tuple[Any, list[Any]]:
+    """Return the step of one member, and their states."""
+    optimizer = fcg.optim.inject_hyperparams(fcg.optim.adamw)(
+        learning_rate=work.learning_rate, b1=BETAS[0], b2=BETAS[1], eps=EPS, weight_decay=work.weight_decay
+    )
+    apply, _, _ = fcg.from_module(Model(work))
+
+    def train_step(state: Any, batch: Batch) -> Any:
+        loss_fn = lambda params: apply(params, state.buffers or {}, batch["x"], batch["y"])  # noqa: E731
+        (loss, buffers), grads = fcg.value_and_grad(loss_fn, has_aux=True)(state.params)
+        buffers = buffers if state.buffers else None
+        return state.apply_gradients(grads, buffers=buffers), {"loss": loss}
+
+    def create(number: int) -> Any:
+        params = {name: value.to(device) for name, value in _member(work, number).items()}
+        buffers = {name: value.to(device) for name, value in work.buffers().items()} or None
+        state = fcg.TrainState.create(params=params, optimizer=optimizer, buffers=buffers)
+        return fcg.optim.set_hyperparams(state, learning_rate=rates[number])
+
+    return train_step, [create(number) for number in range(len(rates))]
+
+
+def _sweep(work: Workload, rates: Sequence[float], device: torch.device, batches: Sequence[Batch]) -> _System:
+    train_step, members = _of_ours(work, rates, device)
+    step, held = fcg.graph_step(fcg.sweep(train_step)), [fcg.tree.stack(members)]
+    given = there(batches, device)
+
+    def run(number: int) -> Any:
+        held[0], metrics = step(held[0], given[number])
+        return metrics["loss"]
+
+    return _System(run, waiter(device))
+
+
+def _loop(work: Workload, rates: Sequence[float], device: torch.device, batches: Sequence[Batch]) -> _System:
+    train_step, states = _of_ours(work, rates, device)
+    step, given = fcg.graph_step(train_step), there(batches, device)
+
+    def run(number: int) -> Any:
+        losses = []
+        for member, state in enumerate(states):
+            states[member], metrics = step(state, given[number])
+            losses.append(metrics["loss"])
+        return torch.stack(losses)
+
+    return _System(run, waiter(device))
+
+
+def _functional(
+    work: Workload, rates: Sequence[float], device: torch.device, batches: Sequence[Batch]
+) -> _System:
+    loss_of, given = torch_loss(work), there(batches, device)
+
+    def update(
+        params: Params, buffers: Params, mu: Params, nu: Params, rate: Tensor, count: Tensor, batch: Batch
+    ) -> Any:
+        def loss_fn(params: Params) -> Any:
+            new = {name: value.clone() for name, value in buffers.items()}
+            return loss_of({**params, **new}, batch["x"], batch["y"]), new
+
+        grads, (loss, new) = torch.func.grad_and_value(loss_fn, has_aux=True)(params)
+        count = count + 1
+        for name, grad in grads.items():
+            mu = {**mu, name: BETAS[0] * mu[name] + (1 - BETAS[0]) * grad}
+            nu = {**nu, name: BETAS[1] * nu[name] + (1 - BETAS[1]) * grad * grad}
+            step = mu[name] / (1 - BETAS[0] ** count) / ((nu[name] / (1 - BETAS[1] ** count)).sqrt() + EPS)
+            params = {**params, name: params[name] - rate * (step + work.weight_decay * params[name])}
+        return (params, new, mu, nu, rate, count), loss
+
+    members = [_member(work, number) for number in range(len(rates))]
+    params = {name: torch.stack([one[name] for one in members]).to(device) for name in members[0]}
+    buffers = {name: torch.stack([one] * len(rates)).to(device) for name, one in work.buffers().items()}
+    zeros = [{name: torch.zeros_like(one) for name, one in params.items()} for _ in range(2)]
+    state = (
+        params,
+        buffers,
+        *zeros,
+        torch.tensor(rates, device=device),
+        torch.zeros(len(rates), device=device),
+    )
+    compiled, held = torch.compile(torch.func.vmap(update, in_dims=(*[0] * 6, None))), [state]
+
+    def run(number: int) -> Any:
+        held[0], losses = compiled(*held[0], given[number])
+        return losses
+
+    return _System(run, waiter(device))
+
+
+def _jax(work: Workload, rates: Sequence[float], device: torch.device, batches: Sequence[Batch]) -> _System:
+    jax, optax, place = modules(device)
+    loss_of = jax_loss(work, jax, optax, None)
+    optimizer = optax.inject_hyperparams(optax.adamw)(
+        learning_rate=work.learning_rate, b1=BETAS[0], b2=BETAS[1], eps=EPS, weight_decay=work.weight_decay
+    )
+
+    def update(state: Any, batch: Any) -> Any:
+        params, opt_state, extra = state
+        (loss, extra), grads = jax.value_and_grad(loss_of, has_aux=True)(
+            params, extra, batch["x"], batch["y"]
+        )
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, extra), loss
+
+    def put(value: Tensor) -> Any:
+        value = value.permute(0, 2, 3, 1) if value.dim() == 4 and value.shape[1] == 3 else value
+        return jax.device_put(
+            (value.to(torch.int32) if value.dtype == torch.int64 else value).numpy().copy(), place
+        )
+
+    members = [_member(work, number) for number in range(len(rates))]
+    params = {
+        name: jax.device_put(torch.stack([one[name] for one in members]).numpy(), place)
+        for name in members[0]
+    }
+    extra = {
+        name: jax.device_put(torch.stack([one] * len(rates)).numpy(), place)
+        for name, one in work.buffers().items()
+    }
+    opt_state = jax.vmap(optimizer.init)(params)
+    opt_state.hyperparams["learning_rate"] = jax.device_put(torch.tensor(rates).numpy(), place)
+    held = {"state": (params, opt_state, extra)}
+    given = [{name: put(value) for name, value in batch.items()} for batch in batches]
+    step = jax.jit(jax.vmap(update, in_axes=(0, None)), donate_argnums=0)
+
+    def run(number: int) -> Any:
+        held["state"], held["losses"] = step(held["state"], given[number])
+        return held["losses"]
+
+    return _System(run, lambda: jax.block_until_ready(held["losses"]))
+
+
+SYSTEMS = {"sweep": _sweep, "loop": _loop, "jax": _jax, "functional": _functional}
+
+
+def _block(system: _System, calls: int) -> float:
+    """Return the seconds of one step of all members."""
+    system.wait()
+    start = time.perf_counter()
+    for call in range(calls):
+        system.step(call % BATCHES)
+    system.wait()
+    return (time.perf_counter() - start) / calls
+
+
+def _rows(work: Workload, names: Sequence[str], count: int, device: torch.device) -> list[dict[str, Any]]:
+    batches, rates = work.batches(BATCHES), _rates(work, count)
+    rows: dict[str, dict[str, Any]] = {}
+    systems: dict[str, _System] = {}
+    expected: list[Any] = []
+    for name in names:
+        row = rows[name] = {"workload": work.name, "members": count, "system": name}
+        start, before = time.perf_counter(), torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        try:
+            system = SYSTEMS[name](work, rates, device, batches)
+            losses = [torch.as_tensor(system.step(call).tolist()) for call in range(_LOSSES)]
+        except (Unavailable, RuntimeError, fcg.FunctionalCGError) as error:
+            row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+            continue
+        row["first_s"] = round(time.perf_counter() - start, 2)
+        if device.type == "cuda":
+            row["mib"] = round((torch.cuda.memory_allocated() - before) / 2**20, 1)
+        expected = expected or losses
+        row["apart"] = max(
+            float(((one - other) / other).abs().max()) for one, other in zip(losses, expected, strict=True)
+        )
+        if row["apart"] > work.tolerance:
+            row["error"] = "other losses than the first system's"
+            continue
+        systems[name] = system
+    times: dict[str, list[float]] = {name: [] for name in systems}
+    calls = {name: max(2, int(_ROUND_S / _block(system, 2))) for name, system in systems.items()}
+    for number in range(_ROUNDS):
+        for name in list(systems)[:: 1 if number % 2 else -1]:
+            times[name].append(_block(systems[name], calls[name]) * 1e3)
+    for name, blocks in times.items():
+        rows[name] |= {
+            "ms": round(statistics.median(blocks), 4),
+            "least": round(min(blocks), 4),
+            "most": round(max(blocks), 4),
+        }
+    return list(rows.values())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program, and print a line of JSON for each system."""
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser("python -m tests.bench.members", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--workload", choices=tuple(WORKLOADS), nargs="+", default=list(WORKLOADS))
+    parser.add_argument("--members", type=int, nargs="+", default=[1, 4, 16, 64, 256])
+    parser.add_argument("--system", choices=tuple(SYSTEMS), nargs="+", default=list(SYSTEMS))
+    options = parser.parse_args(argv)
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    print(json.dumps(environment(device)), flush=True)
+    for name in options.workload:
+        for count in options.members:
+            for row in _rows(WORKLOADS[name], options.system, count, device):
+                print(json.dumps(row), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
