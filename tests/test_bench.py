@@ -17,7 +17,7 @@ import torch
 from functional_cg.nn.originals import fixed_tensors
 from functional_cg.stages.run.poison import Poisoned
 from functional_cg.step.verify import Shadow
-from tests.bench import debug, dropout, measure, watch
+from tests.bench import debug, dropout, measure, members, watch
 from tests.bench.__main__ import main
 from tests.bench.jax_sharded import mean_and_losses
 from tests.bench.many import first_call
@@ -490,6 +490,22 @@ def test_watch_rows_are_json(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert first["torch"] == torch.__version__
     assert [row["values"] for row in found] == [4] * 6
     assert all(row["us_per_call"] > 0 for row in found)
+
+
+def test_members_trained_at_once_have_the_losses_of_members_in_turn(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "_ROUND_S", 0.0)
+    options = ["--workload", "mlp", "--members", "1", "2", "--system", "sweep", "loop", "--device", "cpu"]
+    assert members.main(options) == 0
+    _, *found = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [(row["members"], row["system"]) for row in found] == [
+        (1, "sweep"),
+        (1, "loop"),
+        (2, "sweep"),
+        (2, "loop"),
+    ]
+    assert all(row["apart"] < 1e-5 and row["ms"] > 0 for row in found)
 
 
 def test_a_step_of_the_bench_watches_each_value() -> None:

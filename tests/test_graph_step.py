@@ -310,7 +310,9 @@ def test_two_forks_in_turn_equal_two_runs():
         runs.append(fcg.snapshot(state))
     for n in range(5):
         left, _ = step(left, data(n))
-        right, _ = step(right, data(n + 10))
+        old, (right, _) = right, step(right, data(n + 10))
+        with pytest.raises(fcg.DonatedStateError):
+            step(old, data(n))
     assert_trees_all_equal(fcg.snapshot(left), runs[0])
     assert_trees_all_equal(fcg.snapshot(right), runs[1])
     assert step.stats.traces == 1

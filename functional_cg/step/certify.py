@@ -89,7 +89,7 @@ class Certified:
       trial: What compares it.
       buffers: Its static buffers.
       arenas: Arenas of the slots, whose turns whoever calls holds.
-      backend: Where the replay runs.
+      backend: Where the replay runs; None to compare without a recording, which takes memory.
       asked: The ``certify`` option.
     """
 
@@ -100,7 +100,7 @@ class Certified:
         trial: Trial,
         buffers: Buffers,
         arenas: Sequence[Arena],
-        backend: Backend,
+        backend: Backend | None,
         asked: Certify,
     ) -> None:
         self.fresh, self._replay = replay.fresh, replay

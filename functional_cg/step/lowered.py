@@ -71,7 +71,10 @@ class Captured(metaclass=Documented):
       arenas: The memory that the capture is bound to, one arena per state; it outlives the capture.
       constants: Tensors that the step owns, kept alive here: the graph only holds their addresses.
       lowered: What was captured.
+      ran: Whether a call that it fits may begin with it.
     """
+
+    ran = False
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch import Tensor
 import functional_cg as fcg
 
 from .measure import BATCHES, environment
-from .system import BETAS, EPS, Unavailable, there, waiter
+from .system import BETAS, EPS, there, waiter
 from .systems.jax_losses import jax_loss
 from .systems.jax_systems import modules
 from .systems.losses import Model, torch_loss
@@ -70,8 +71,7 @@ def _of_ours(work: Workload, rates: Sequence[float], device: torch.device) -> tu
     def train_step(state: Any, batch: Batch) -> Any:
         loss_fn = lambda params: apply(params, state.buffers or {}, batch["x"], batch["y"])  # noqa: E731
         (loss, buffers), grads = fcg.value_and_grad(loss_fn, has_aux=True)(state.params)
-        buffers = buffers if state.buffers else None
-        return state.apply_gradients(grads, buffers=buffers), {"loss": loss}
+        return state.apply_gradients(grads, buffers=buffers if state.buffers else None), {"loss": loss}
 
     def create(number: int) -> Any:
         params = {name: value.to(device) for name, value in _member(work, number).items()}
@@ -133,14 +133,15 @@ def _functional(
     params = {name: torch.stack([one[name] for one in members]).to(device) for name in members[0]}
     buffers = {name: torch.stack([one] * len(rates)).to(device) for name, one in work.buffers().items()}
     zeros = [{name: torch.zeros_like(one) for name, one in params.items()} for _ in range(2)]
-    state = (
+    state: tuple[Any, ...] = (
         params,
         buffers,
         *zeros,
         torch.tensor(rates, device=device),
         torch.zeros(len(rates), device=device),
     )
-    compiled, held = torch.compile(torch.func.vmap(update, in_dims=(*[0] * 6, None))), [state]
+    compiled: Any = torch.compile(torch.func.vmap(update, in_dims=(*[0] * 6, None)))
+    held = [state]
 
     def run(number: int) -> Any:
         held[0], losses = compiled(*held[0], given[number])
@@ -216,9 +217,10 @@ def _rows(work: Workload, names: Sequence[str], count: int, device: torch.device
         try:
             system = SYSTEMS[name](work, rates, device, batches)
             losses = [torch.as_tensor(system.step(call).tolist()) for call in range(_LOSSES)]
-        except (Unavailable, RuntimeError, fcg.FunctionalCGError) as error:
+        except Exception as error:  # of an opponent
             row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
             continue
+        print(f"{work.name}, {count} members: {name} is ready", file=sys.stderr, flush=True)
         row["first_s"] = round(time.perf_counter() - start, 2)
         if device.type == "cuda":
             row["mib"] = round((torch.cuda.memory_allocated() - before) / 2**20, 1)

@@ -237,7 +237,7 @@ class _Members:
 
         def of_members(value: Tensor) -> Tensor:
             if _has_rows(value.shape, self._count * count):
-                return value.unflatten(0, (self._count, count))
+                return value.view(self._count, count, *value.shape[1:])
             return value.expand(self._count, *value.shape)
 
         made = assigned(call.out, _run(call, value))
