@@ -760,6 +760,21 @@ def test_loss_curves_take_what_a_loop_collects() -> None:
     )
 
 
+def test_losses_of_a_sweep_are_a_line_for_each_member() -> None:
+    losses = [torch.tensor([3.0, 2.0, 1.0]), torch.tensor([2.0, 0.5, torch.nan])]
+    ax = report.loss_curves({"rates": losses})
+    assert [line.get_ydata()[0] for line in ax.lines] == [3.0, 2.0, 1.0]
+    assert [line.get_linewidth() > 1 for line in ax.lines] == [False, True, False]
+    assert legend(ax) == ["rates"]
+    ax = report.members(losses[-1], torch.tensor([0.25, 0.5, 1.0]), name="rate")
+    finite, lost = ax.lines
+    assert (list(finite.get_ydata()), list(lost.get_xdata())) == ([2.0, 0.5], [1.0])
+    assert (ax.get_xscale(), ax.get_xlabel()) == ("log", "rate")
+    for wrong in ([torch.nan], [1.0, 2.0]):
+        with pytest.raises(ValueError, match=r"report.members: .* To fix: `metrics"):
+            report.members(wrong, [1.0])
+
+
 @pytest.mark.parametrize("curves", [{}, {"a": []}])
 def test_empty_curves_are_refused(curves: Any) -> None:
     with pytest.raises(ValueError, match="has no losses"):

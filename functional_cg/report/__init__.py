@@ -9,7 +9,8 @@ Of a state:
 
 Of a run:
 
-  loss_curves       losses over calls, one line per run
+  loss_curves       losses over calls, one line per run, or per member of a sweep
+  members           losses of the members of a sweep over their rates
   profile           time and memory by module, of ``step.profile(state, batch)``
   step_times        distribution of the times of calls
   seconds_per_call  measure those times
@@ -32,6 +33,7 @@ except ImportError as error:
 from .plots import arena as arena
 from .plots import bytes_by_role as bytes_by_role
 from .plots import loss_curves as loss_curves
+from .plots import members as members
 from .profiles import profile as profile
 from .schedules import schedule as schedule
 from .timing import seconds_per_call as seconds_per_call

@@ -8,23 +8,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib.pyplot as plt
+import torch
 from matplotlib.axes import Axes
 from matplotlib.backend_bases import RendererBase
 from matplotlib.gridspec import SubplotSpec
 from matplotlib.legend import Legend
 from matplotlib.transforms import Bbox
-from torch import Tensor
 
 from ..messages.html import colors
 from ..state.arena import Plan, dtype_name
 from ..state.handle import Handle
 from ..state.outline import count, segments
 
-__all__ = ["arena", "bytes_by_role", "loss_curves"]
+__all__ = ["arena", "bytes_by_role", "loss_curves", "members"]
 
 _HATCHES = ("", "//", "..", "xx", "\\\\", "oo", "--", "++")
 _PADDING = "padding"
 _GAP = 8  # points between the axes and their legend
+_DECADES = 100  # between the losses of an axis that is logarithmic
 _DASHES = ("-", "--", ":", "-.")
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -128,10 +129,11 @@ def arena(state: Any, *, ax: Axes | None = None) -> Axes:
 
 
 def loss_curves(curves: Mapping[str, Sequence[Any]], *, ax: Axes | None = None) -> Axes:
-    """Draw losses over calls, one line per run.
+    """Draw losses over calls, one line per run, or per member of a sweep.
 
     Args:
-      curves: Losses of each run by name: floats, or one-element tensors as a step returns them.
+      curves: Losses of each run by name: floats, or tensors as a step returns them, f[] or f[n] for n members. The
+        line of the member that ends lowest is thick.
       ax: Where to draw; a new figure by default.
     Returns:
       The axes; runs differ in dash and colour.
@@ -139,9 +141,12 @@ def loss_curves(curves: Mapping[str, Sequence[Any]], *, ax: Axes | None = None) 
       ValueError: If there is no curve, or one is empty.
 
     Example:
+      >>> import torch
       >>> from functional_cg import report
       >>> report.loss_curves({"adamw": [2.0, 1.0, 0.5]}).lines[0].get_ydata().tolist()
       [2.0, 1.0, 0.5]
+      >>> len(report.loss_curves({"rates": [torch.ones(16), torch.rand(16)]}).lines)
+      16
     """
     empty = [name for name, losses in curves.items() if not len(losses)]
     if empty or not curves:
@@ -152,12 +157,68 @@ def loss_curves(curves: Mapping[str, Sequence[Any]], *, ax: Axes | None = None) 
     ax = ax or _axes(3.2)
     shades = colors(curves)
     for (name, losses), dash in zip(curves.items(), _cycled(_DASHES, len(curves)), strict=True):
-        values = [loss.item() if isinstance(loss, Tensor) else float(loss) for loss in losses]
-        ax.plot(range(1, len(values) + 1), values, dash, color=shades[name], label=name, linewidth=1.5)
+        members = torch.stack(
+            [torch.as_tensor(loss).detach().double().flatten().cpu() for loss in losses]
+        ).unbind(1)
+        best = int(torch.stack([values[-1] for values in members]).nan_to_num(torch.inf).argmin())
+        for number, values in enumerate(members):
+            label, width = (name, 1.5) if number == best else ("_", 0.5)
+            ax.plot(range(1, len(values) + 1), values, dash, color=shades[name], label=label, linewidth=width)
+        if len(members) > 1:
+            _spread_decades(ax, torch.cat(members))
     ax.set(xlabel="call of the step", ylabel="loss", title="loss by call")
     ax.grid(alpha=0.3)
     ax.legend(frameon=False)
     return ax
+
+
+def members(losses: Any, over: Any, *, name: str = "learning rate", ax: Axes | None = None) -> Axes:
+    """Draw the losses of the members of a sweep over what differs between them, such as their rates.
+
+    Args:
+      losses: f[n], as the last call of the step returned them.
+      over: f[n], the number of each member. The axis is logarithmic if all are positive.
+      name: What the numbers are.
+      ax: Where to draw; a new figure by default.
+    Returns:
+      The axes: a dot for each member, a cross at the top for one whose loss is not finite.
+    Raises:
+      ValueError: If there are not as many losses as numbers, or no finite loss.
+
+    Example:
+      >>> import torch
+      >>> from functional_cg import report
+      >>> report.members(torch.tensor([0.3, 0.1, torch.nan]), [1e-3, 1e-2, 1e-1]).get_title()
+      'loss of 3 members: the least 0.1 at 0.01, 1 not finite'
+    """
+    values, numbers = (torch.as_tensor(one).detach().flatten().double().cpu() for one in (losses, over))
+    finite = values.isfinite()
+    if len(values) != len(numbers) or not finite.any():
+        raise ValueError(
+            f"report.members: expected a loss and a number for each member, and a finite loss, got {len(values)} "
+            f"losses, {int(finite.sum())} of them finite, and {len(numbers)} numbers. To fix: `metrics['loss']` of a "
+            "swept step, and the tensor that `set_hyperparams` got."
+        )
+    ax = ax or _axes(3.2)
+    best = int(values.nan_to_num(torch.inf, torch.inf).argmin())
+    ax.plot(numbers[finite], values[finite], "o", color="black", markersize=4)
+    top = [values[finite].max()] * int((~finite).sum())
+    ax.plot(numbers[~finite], top, "x", color="black", markersize=6)
+    if bool((numbers > 0).all()):
+        ax.set_xscale("log")
+    _spread_decades(ax, values)
+    lost = f", {len(top)} not finite" if top else ""
+    least = f"the least {values[best]:.3g} at {numbers[best]:.3g}"
+    ax.set(xlabel=name, ylabel="loss", title=f"loss of {len(values)} members: {least}{lost}")
+    ax.grid(alpha=0.3)
+    return ax
+
+
+def _spread_decades(ax: Axes, losses: torch.Tensor) -> None:
+    """Make the axis of losses logarithmic if they span two decades: one member that diverges would hide the others."""
+    finite = losses[losses.isfinite()]
+    if len(finite) and finite.max() > _DECADES * finite.min() > 0:
+        ax.set_yscale("log")
 
 
 def _handle(state: Any, function: str) -> Handle:
