@@ -220,3 +220,14 @@ def test_a_trace_holds_nothing_that_another_thread_is_building() -> None:
     finally:
         ended.set()
         sys.setswitchinterval(before)
+
+
+def test_what_was_made_just_before_a_step_is_older_though_it_ages_with_what_the_step_makes() -> None:
+    given = [iter((2.0,) * 9)]
+
+    def takes(x: Tensor) -> Tensor:
+        gc.collect(0)
+        return x * next(given[0], 0.0)
+
+    with pytest.raises(fcg.SideEffectError):
+        fcg.graph_fn(takes)(torch.ones(()))

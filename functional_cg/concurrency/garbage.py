@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import operator
+import threading
 from collections.abc import Callable, Iterator
-from itertools import chain, compress, repeat
+from functools import partial
+from itertools import chain, compress, dropwhile, repeat
 from typing import Any
 
 __all__ = ["new_objects", "no_garbage_collection"]
@@ -42,27 +45,35 @@ def _those(ids: set[int], generation: int) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def new_objects() -> Iterator[Callable[[], tuple[set[int], Callable[[], Iterator[Any]]]]]:
+def new_objects() -> Iterator[Callable[[], tuple[set[int], Callable[[], Iterator[Any]], bool]]]:
     """Yield a function that tells which tracked objects were created since the block began.
 
-    They are in the collector's youngest generation, or were when it last ran. The function returns their ids, and a
-    function that yields the objects; what is yielded has to be used up by one call in C.
+    They stand in the collector's youngest generation, in the order in which they were made, or did when it last ran.
+    The function returns their ids, a function that yields the objects, and whether the ids may be too few: another
+    thread has collected, and what was made while it began is not told from older objects. What is yielded has to be
+    used up by one call in C.
     """
-    aged = set[int]()
+    first: list[Any] = []  # what stands behind it is new
+    aged, by_this = set[int](), list[bool]()
+    thread = threading.get_ident()
+
+    def young() -> set[int]:
+        new = set(map(id, dropwhile(partial(operator.is_not, first), _each(0))))
+        return new or set(map(id, _each(0)))  # a collection has moved the first one
 
     def collects(phase: str, _: object) -> None:
         if phase == "start":
-            aged.update(map(id, _each(0)))
+            aged.update(young())
+            by_this.append(threading.get_ident() == thread)
 
-    def made() -> tuple[set[int], Callable[[], Iterator[Any]]]:
-        ids, generations = set(map(id, _each(0))), range(3 if aged else 1)
+    def made() -> tuple[set[int], Callable[[], Iterator[Any]], bool]:
+        moved = id(first) not in set(map(id, _each(0)))
+        ids, generations = young(), range(3 if aged else 1)
         for number in generations[1:]:
             ids |= aged.intersection(map(id, _each(number)))
-        ids -= known
-        return ids, lambda: chain.from_iterable([_those(ids, number) for number in generations])
+        few = moved and not (by_this and all(by_this))
+        return ids, lambda: chain.from_iterable([_those(ids, number) for number in generations]), few
 
-    gc.collect(0)
-    known = set(map(id, _each(0)))  # few, unless another thread collects
     gc.callbacks.append(collects)
     try:
         yield made

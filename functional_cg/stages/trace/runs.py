@@ -40,6 +40,8 @@ from .twice import another_run, another_start, refuse_cold
 
 __all__ = ["trace"]
 
+_WATCHES = 5  # runs at most, if other threads collect garbage in each
+
 
 def _run(
     recipe: Recipe,
@@ -48,7 +50,7 @@ def _run(
     reads: HostReads | None = None,
 ) -> Recorder:
     mode = FakeMode()
-    follower = Follower(HostReads((), lambda: (set(), lambda: iter(()))) if reads is None else reads)
+    follower = Follower(HostReads((), lambda: (set(), lambda: iter(()), False)) if reads is None else reads)
     recorder = Recorder(recipe, mode, checkpoint, follower)
     runs.append(recorder)
     program = recorder.program
@@ -110,18 +112,21 @@ def _watched(
 ) -> tuple[Recorder, HostReads, HostWatch]:
     """Trace a second time; return the recorder, and what the function read on the host."""
     tables = [table.tensor for table in first.tables]
-    with no_garbage_collection(), new_objects() as made:
-        reads = HostReads([*(constant for _, constant in recipe.constants), *tables], made)
-        for name, value in (("self", recipe.function), *recipe.objects):
-            reads.handed(value, name)
-        try:
-            run = _run(recipe, checkpoint, runs, reads)
-        except Exception as error:
-            if difference := another_start(first.program, runs[-1].program):  # it explains the error
-                raise difference.error(recipe.name) from error
-            raise
-        disown(run.program, run.history.given, run.release(), run.variables.standing)
-        entries, autocast = reads.finish(), reads.says_autocast
+    for _ in range(_WATCHES):
+        with no_garbage_collection(), new_objects() as made:
+            reads = HostReads([*(constant for _, constant in recipe.constants), *tables], made)
+            for name, value in (("self", recipe.function), *recipe.objects):
+                reads.handed(value, name)
+            try:
+                run = _run(recipe, checkpoint, runs, reads)
+            except Exception as error:
+                if difference := another_start(first.program, runs[-1].program):  # it explains the error
+                    raise difference.error(recipe.name) from error
+                raise
+            disown(run.program, run.history.given, run.release(), run.variables.standing)
+            entries, autocast = reads.finish(), reads.says_autocast
+        if not reads.disturbed:
+            break
     halves = any(var.spec.dtype in (torch.float16, torch.bfloat16) for var in run.variables.standing)
     return run, reads, HostWatch(entries, ["autocast"] * autocast + ["halves"] * halves)
 

@@ -93,13 +93,14 @@ class HostReads:
       says_autocast: Whether a function names autocast, and so may depend on its default dtypes.
       memory: The constants that some function remembers.
       threads: The lines that start a thread.
+      disturbed: Whether another thread has moved what the step made, so that it may count as older than the step.
       contexts: How often the step has set a context variable, less how often it has reset it.
     """
 
     def __init__(
         self,
         constants: Iterable[torch.Tensor],
-        made: Callable[[], tuple[set[int], Callable[[], Iterator[Any]]]],
+        made: Callable[[], tuple[set[int], Callable[[], Iterator[Any]], bool]],
     ) -> None:
         self.entries: dict[Any, Entry] = {}
         self.frame: FrameType | None = None
@@ -108,7 +109,7 @@ class HostReads:
         self.changes = Changes()
         self.asked_types: list[Location] = []
         self.threads: list[Location] = []
-        self.says_autocast = False
+        self.says_autocast = self.disturbed = False
         self.contexts: Counter[ContextVar[Any]] = Counter()
         self._constants = {id(tensor) for tensor in constants}
         self.memory = Memory(self._constants)
@@ -421,7 +422,8 @@ class HostReads:
         places = [place for place in self._places.values() if place.owner is None and not place.outlives]
         self._places.clear()
         values = [place.value for place in places]
-        made = _among(*self._made_lately(), values)  # last: it counts the references that `values` holds, too
+        made, young, self.disturbed = self._made_lately()
+        made = _among(made, young, values)  # last: it counts the references that `values` holds, too
         for place in places:
             gone = id(place.value) in made
             place.value, place.outlives = (GONE, False) if gone else (place.value, True)
