@@ -56,6 +56,7 @@ def test_there_are_notebooks() -> None:
         "04_optimizers_and_recipes",
         "05_sharded_state",
         "06_where_does_it_go",
+        "07_many_models_at_once",
     ]
 
 
