@@ -495,7 +495,7 @@ def test_watch_rows_are_json(capsys: pytest.CaptureFixture[str], monkeypatch: py
 def test_members_trained_at_once_have_the_losses_of_members_in_turn(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(members, "_ROUND_S", 0.0)
+    monkeypatch.setattr(members, "_TURNS", 2)
     options = ["--workload", "mlp", "--members", "1", "2", "--system", "sweep", "loop", "--device", "cpu"]
     assert members.main(options) == 0
     _, *found = map(json.loads, capsys.readouterr().out.splitlines())

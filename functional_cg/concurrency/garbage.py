@@ -54,7 +54,7 @@ def new_objects() -> Iterator[Callable[[], tuple[set[int], Callable[[], Iterator
     used up by one call in C.
     """
     first: list[Any] = []  # what stands behind it is new
-    aged, by_this = set[int](), list[bool]()
+    aged, own = set[int](), list[bool]()  # own: of each collection, whether this thread began it
     thread = threading.get_ident()
 
     def young() -> set[int]:
@@ -64,15 +64,15 @@ def new_objects() -> Iterator[Callable[[], tuple[set[int], Callable[[], Iterator
     def collects(phase: str, _: object) -> None:
         if phase == "start":
             aged.update(young())
-            by_this.append(threading.get_ident() == thread)
+            own.append(threading.get_ident() == thread)
 
     def made() -> tuple[set[int], Callable[[], Iterator[Any]], bool]:
         moved = id(first) not in set(map(id, _each(0)))
         ids, generations = young(), range(3 if aged else 1)
         for number in generations[1:]:
             ids |= aged.intersection(map(id, _each(number)))
-        few = moved and not (by_this and all(by_this))
-        return ids, lambda: chain.from_iterable([_those(ids, number) for number in generations]), few
+        incomplete = moved and not (own and all(own))
+        return ids, lambda: chain.from_iterable([_those(ids, number) for number in generations]), incomplete
 
     gc.callbacks.append(collects)
     try:

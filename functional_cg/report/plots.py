@@ -25,7 +25,7 @@ __all__ = ["arena", "bytes_by_role", "loss_curves", "members"]
 _HATCHES = ("", "//", "..", "xx", "\\\\", "oo", "--", "++")
 _PADDING = "padding"
 _GAP = 8  # points between the axes and their legend
-_DECADES = 100  # between the losses of an axis that is logarithmic
+_SPAN = 100  # of the greatest loss to the least, from which on an axis is logarithmic
 _DASHES = ("-", "--", ":", "-.")
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -157,15 +157,13 @@ def loss_curves(curves: Mapping[str, Sequence[Any]], *, ax: Axes | None = None) 
     ax = ax or _axes(3.2)
     shades = colors(curves)
     for (name, losses), dash in zip(curves.items(), _cycled(_DASHES, len(curves)), strict=True):
-        members = torch.stack(
-            [torch.as_tensor(loss).detach().double().flatten().cpu() for loss in losses]
-        ).unbind(1)
-        best = int(torch.stack([values[-1] for values in members]).nan_to_num(torch.inf).argmin())
-        for number, values in enumerate(members):
+        values = torch.stack(list(map(_numbers, losses)))
+        best, times = _least(values[-1]), range(1, len(values) + 1)
+        for number, of_one in enumerate(values.unbind(1)):
             label, width = (name, 1.5) if number == best else ("_", 0.5)
-            ax.plot(range(1, len(values) + 1), values, dash, color=shades[name], label=label, linewidth=width)
-        if len(members) > 1:
-            _spread_decades(ax, torch.cat(members))
+            ax.plot(times, of_one, dash, color=shades[name], label=label, linewidth=width)
+        if values.shape[1] > 1:
+            _spread_out(ax, values)
     ax.set(xlabel="call of the step", ylabel="loss", title="loss by call")
     ax.grid(alpha=0.3)
     ax.legend(frameon=False)
@@ -191,7 +189,7 @@ def members(losses: Any, over: Any, *, name: str = "learning rate", ax: Axes | N
       >>> report.members(torch.tensor([0.3, 0.1, torch.nan]), [1e-3, 1e-2, 1e-1]).get_title()
       'loss of 3 members: the least 0.1 at 0.01, 1 not finite'
     """
-    values, numbers = (torch.as_tensor(one).detach().flatten().double().cpu() for one in (losses, over))
+    values, numbers = _numbers(losses), _numbers(over)
     finite = values.isfinite()
     if len(values) != len(numbers) or not finite.any():
         raise ValueError(
@@ -200,13 +198,13 @@ def members(losses: Any, over: Any, *, name: str = "learning rate", ax: Axes | N
             "swept step, and the tensor that `set_hyperparams` got."
         )
     ax = ax or _axes(3.2)
-    best = int(values.nan_to_num(torch.inf, torch.inf).argmin())
+    best = _least(values)
     ax.plot(numbers[finite], values[finite], "o", color="black", markersize=4)
     top = [values[finite].max()] * int((~finite).sum())
     ax.plot(numbers[~finite], top, "x", color="black", markersize=6)
     if bool((numbers > 0).all()):
         ax.set_xscale("log")
-    _spread_decades(ax, values)
+    _spread_out(ax, values)
     lost = f", {len(top)} not finite" if top else ""
     least = f"the least {values[best]:.3g} at {numbers[best]:.3g}"
     ax.set(xlabel=name, ylabel="loss", title=f"loss of {len(values)} members: {least}{lost}")
@@ -214,10 +212,20 @@ def members(losses: Any, over: Any, *, name: str = "learning rate", ax: Axes | N
     return ax
 
 
-def _spread_decades(ax: Axes, losses: torch.Tensor) -> None:
-    """Make the axis of losses logarithmic if they span two decades: one member that diverges would hide the others."""
+def _numbers(values: Any) -> torch.Tensor:
+    """Return values as f64[n] on the host."""
+    return torch.as_tensor(values).detach().double().flatten().cpu()
+
+
+def _least(losses: torch.Tensor) -> int:
+    """Return which finite loss is the least."""
+    return int(losses.where(losses.isfinite(), torch.inf).argmin())
+
+
+def _spread_out(ax: Axes, losses: torch.Tensor) -> None:
+    """Make the axis of losses logarithmic if they span decades: one member that diverges would hide the others."""
     finite = losses[losses.isfinite()]
-    if len(finite) and finite.max() > _DECADES * finite.min() > 0:
+    if len(finite) and finite.max() > _SPAN * finite.min() > 0:
         ax.set_yscale("log")
 
 

@@ -244,7 +244,7 @@ class Transform(Generic[P, R]):
         state = args[0] if args else None
         if type(state) is not Handle:
             return None
-        place = (id(state._lease.arena), state._part.start, state._part.start + state._part.node.num_leaves)
+        place = (id(state._lease.arena), state._start, state._start + state._node.num_leaves)
         other = self._captured.get((id(captured.lowered), (place,)))
         return other if other is not captured and other is not None and other.ran else None
 

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,10 +20,10 @@ from torch import Tensor
 
 import functional_cg as fcg
 
-from .measure import BATCHES, environment
-from .system import BETAS, EPS, there, waiter
+from .measure import BATCHES, environment, in_turns
+from .system import BETAS, EPS, System, there, waiter
 from .systems.jax_losses import jax_loss
-from .systems.jax_systems import modules
+from .systems.jax_systems import modules, narrow
 from .systems.losses import Model, torch_loss
 from .workloads import Batch, Params, Workload
 
@@ -37,20 +35,7 @@ WORKLOADS = {
     "gpt": Workload("gpt", "gpt", 2, 64, 8, time=64, vocab=64, bf16=True, tolerance=1e-2),
 }
 _LOSSES = 3
-_ROUNDS, _ROUND_S = 7, 0.2
-
-
-@dataclass(eq=False)
-class _System:
-    """Trains all members.
-
-    Attributes:
-      step: ``step(number)`` trains on that batch and returns the losses, [members].
-      wait: Waits for the device.
-    """
-
-    step: Callable[[int], Any]
-    wait: Callable[[], None]
+_TURNS = 100  # calls of each system
 
 
 def _member(work: Workload, number: int) -> Params:
@@ -82,36 +67,35 @@ def _of_ours(work: Workload, rates: Sequence[float], device: torch.device) -> tu
     return train_step, [create(number) for number in range(len(rates))]
 
 
-def _sweep(work: Workload, rates: Sequence[float], device: torch.device, batches: Sequence[Batch]) -> _System:
+def _sweep(work: Workload, rates: Sequence[float], device: torch.device, batches: Sequence[Batch]) -> System:
     train_step, members = _of_ours(work, rates, device)
     step, held = fcg.graph_step(fcg.sweep(train_step)), [fcg.tree.stack(members)]
-    given = there(batches, device)
 
-    def run(number: int) -> Any:
-        held[0], metrics = step(held[0], given[number])
+    def run(batch: Batch) -> Any:
+        held[0], metrics = step(held[0], batch)
         return metrics["loss"]
 
-    return _System(run, waiter(device))
+    return System("sweep", run, there(batches, device), waiter(device), step.close)
 
 
-def _loop(work: Workload, rates: Sequence[float], device: torch.device, batches: Sequence[Batch]) -> _System:
+def _loop(work: Workload, rates: Sequence[float], device: torch.device, batches: Sequence[Batch]) -> System:
     train_step, states = _of_ours(work, rates, device)
-    step, given = fcg.graph_step(train_step), there(batches, device)
+    step = fcg.graph_step(train_step)
 
-    def run(number: int) -> Any:
+    def run(batch: Batch) -> Any:
         losses = []
         for member, state in enumerate(states):
-            states[member], metrics = step(state, given[number])
+            states[member], metrics = step(state, batch)
             losses.append(metrics["loss"])
         return torch.stack(losses)
 
-    return _System(run, waiter(device))
+    return System("loop", run, there(batches, device), waiter(device), step.close)
 
 
 def _functional(
     work: Workload, rates: Sequence[float], device: torch.device, batches: Sequence[Batch]
-) -> _System:
-    loss_of, given = torch_loss(work), there(batches, device)
+) -> System:
+    loss_of = torch_loss(work)
 
     def update(
         params: Params, buffers: Params, mu: Params, nu: Params, rate: Tensor, count: Tensor, batch: Batch
@@ -143,14 +127,14 @@ def _functional(
     compiled: Any = torch.compile(torch.func.vmap(update, in_dims=(*[0] * 6, None)))
     held = [state]
 
-    def run(number: int) -> Any:
-        held[0], losses = compiled(*held[0], given[number])
+    def run(batch: Batch) -> Any:
+        held[0], losses = compiled(*held[0], batch)
         return losses
 
-    return _System(run, waiter(device))
+    return System("functional", run, there(batches, device), waiter(device))
 
 
-def _jax(work: Workload, rates: Sequence[float], device: torch.device, batches: Sequence[Batch]) -> _System:
+def _jax(work: Workload, rates: Sequence[float], device: torch.device, batches: Sequence[Batch]) -> System:
     jax, optax, place = modules(device)
     loss_of = jax_loss(work, jax, optax, None)
     optimizer = optax.inject_hyperparams(optax.adamw)(
@@ -166,57 +150,38 @@ def _jax(work: Workload, rates: Sequence[float], device: torch.device, batches: 
         return (optax.apply_updates(params, updates), opt_state, extra), loss
 
     def put(value: Tensor) -> Any:
-        value = value.permute(0, 2, 3, 1) if value.dim() == 4 and value.shape[1] == 3 else value
-        return jax.device_put(
-            (value.to(torch.int32) if value.dtype == torch.int64 else value).numpy().copy(), place
-        )
+        return jax.device_put(value.numpy().copy(), place)
 
     members = [_member(work, number) for number in range(len(rates))]
-    params = {
-        name: jax.device_put(torch.stack([one[name] for one in members]).numpy(), place)
-        for name in members[0]
-    }
-    extra = {
-        name: jax.device_put(torch.stack([one] * len(rates)).numpy(), place)
-        for name, one in work.buffers().items()
-    }
+    params = {name: put(torch.stack([one[name] for one in members])) for name in members[0]}
+    extra = {name: put(torch.stack([one] * len(rates))) for name, one in work.buffers().items()}
     opt_state = jax.vmap(optimizer.init)(params)
-    opt_state.hyperparams["learning_rate"] = jax.device_put(torch.tensor(rates).numpy(), place)
+    opt_state.hyperparams["learning_rate"] = put(torch.tensor(rates))
     held = {"state": (params, opt_state, extra)}
-    given = [{name: put(value) for name, value in batch.items()} for batch in batches]
+    given = [{name: put(narrow(value)) for name, value in batch.items()} for batch in batches]
     step = jax.jit(jax.vmap(update, in_axes=(0, None)), donate_argnums=0)
 
-    def run(number: int) -> Any:
-        held["state"], held["losses"] = step(held["state"], given[number])
+    def run(batch: Any) -> Any:
+        held["state"], held["losses"] = step(held["state"], batch)
         return held["losses"]
 
-    return _System(run, lambda: jax.block_until_ready(held["losses"]))
+    return System("jax", run, given, lambda: jax.block_until_ready(held["losses"]), held.clear)
 
 
 SYSTEMS = {"sweep": _sweep, "loop": _loop, "jax": _jax, "functional": _functional}
 
 
-def _block(system: _System, calls: int) -> float:
-    """Return the seconds of one step of all members."""
-    system.wait()
-    start = time.perf_counter()
-    for call in range(calls):
-        system.step(call % BATCHES)
-    system.wait()
-    return (time.perf_counter() - start) / calls
-
-
 def _rows(work: Workload, names: Sequence[str], count: int, device: torch.device) -> list[dict[str, Any]]:
     batches, rates = work.batches(BATCHES), _rates(work, count)
     rows: dict[str, dict[str, Any]] = {}
-    systems: dict[str, _System] = {}
+    systems: dict[str, System] = {}
     expected: list[Any] = []
     for name in names:
         row = rows[name] = {"workload": work.name, "members": count, "system": name}
         start, before = time.perf_counter(), torch.cuda.memory_allocated() if device.type == "cuda" else 0
         try:
             system = SYSTEMS[name](work, rates, device, batches)
-            losses = [torch.as_tensor(system.step(call).tolist()) for call in range(_LOSSES)]
+            losses = [torch.as_tensor(system.step(batch).tolist()) for batch in system.batches[:_LOSSES]]
         except Exception as error:  # of an opponent
             row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
             continue
@@ -232,17 +197,9 @@ def _rows(work: Workload, names: Sequence[str], count: int, device: torch.device
             row["error"] = "other losses than the first system's"
             continue
         systems[name] = system
-    times: dict[str, list[float]] = {name: [] for name in systems}
-    calls = {name: max(2, int(_ROUND_S / _block(system, 2))) for name, system in systems.items()}
-    for number in range(_ROUNDS):
-        for name in list(systems)[:: 1 if number % 2 else -1]:
-            times[name].append(_block(systems[name], calls[name]) * 1e3)
-    for name, blocks in times.items():
-        rows[name] |= {
-            "ms": round(statistics.median(blocks), 4),
-            "least": round(min(blocks), 4),
-            "most": round(max(blocks), 4),
-        }
+    for name, times in zip(systems, in_turns([*systems.values()], _TURNS), strict=True):
+        rows[name] |= {"ms": times.median, "least": times.least, "most": times.most}
+        systems[name].close()
     return list(rows.values())
 
 

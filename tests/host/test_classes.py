@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from tests.host_law import Change, Row, judge, rows
+import textwrap
+
+import pytest
+
+import functional_cg as fcg
+from tests.host_law import Change, Row, X, judge, rows
 
 ROWS = r"""
 # an attribute of a class
@@ -321,3 +326,13 @@ step: (call(x) + sum(map(partly, [x])) + held[0](x) + functools.reduce(lambda a,
 @rows(ROWS)
 def test_row(row: Row, change: Change) -> None:
     judge(row, change)
+
+
+def test_what_a_librarys_class_stores_counts_whatever_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(textwrap.TextWrapper, "_scale", 2.0, raising=False)
+    held = textwrap.TextWrapper()
+    step = fcg.graph_fn(lambda x: x * held._scale)  # type: ignore[attr-defined]
+    assert step(X).equal(2 * X)
+    monkeypatch.setattr(textwrap.TextWrapper, "_scale", 5.0)
+    with pytest.raises(fcg.BakedValueError, match="_scale"):
+        step(X)

@@ -171,7 +171,7 @@ class CUDABackend:
     def recorder(self) -> Callable[[Run], Replay]:
         """Return what captures runs that write nothing that others read, into a pool of their own: results stay.
 
-        A run may overwrite what an earlier one has freed, so that they are replayed in order.
+        A run may overwrite what an earlier one has freed, so replay them in order.
         """
         own = CUDABackend(self._device)
 

@@ -229,7 +229,7 @@ class _Members:
         if not count or any(len(var.spec.shape) > 1 and var not in in_rows for var in own):
             return None
 
-        def value(var: Var) -> Tensor:
+        def rows_of(var: Var) -> Tensor:
             value = self._value(var)
             if var in in_rows:
                 return (value if var in own else value.expand(self._count, *value.shape)).flatten(0, 1)
@@ -240,7 +240,7 @@ class _Members:
                 return value.view(self._count, count, *value.shape[1:])
             return value.expand(self._count, *value.shape)
 
-        made = assigned(call.out, _run(call, value))
+        made = assigned(call.out, _run(call, rows_of))
         return {var: of_members(value) for var, value in made if value is not None}
 
     def _batched(self, call: Instr, own: Sequence[Var]) -> dict[Var, Tensor] | None:

@@ -563,7 +563,9 @@ class HostReads:
             known = self._places.get(id(owner))
             if known is None or not known.root.outlives:
                 self.of_class(type(owner), name, in_class)
-            if not name.startswith("_") or self.is_of_user(_definer(type(owner), name)):
+            definer = _definer(type(owner), name)
+            # What this library's own classes store, such as the fields of a TrainState, nobody changes.
+            if self.is_of_user(definer) or not definer.__module__.startswith("functional_cg."):
                 self._read(owner, Step(ATTRIBUTE, name), in_class)
             return in_class
         self.of_class(type(owner), name, in_class)

@@ -49,7 +49,7 @@ _NAMES_OF_CLASSES = frozenset({"__name__", "__qualname__", "__module__"})
 _WRITES = frozenset("append appendleft insert add __setitem__ __setattr__ __init__".split())
 _COPIES = frozenset({"extend", "extendleft", "update"})  # write what their arguments hold
 _LOOKUPS = frozenset({"get", "setdefault", "__getitem__"})
-_TELLS = frozenset(
+_TELLS = frozenset(  # say something of a container and leave it as it is
     """keys values items copy index count union intersection difference isdisjoint issubset issuperset
     __contains__ __iter__ __len__ __reversed__""".split()
 )

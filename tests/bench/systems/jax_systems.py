@@ -15,7 +15,7 @@ from .environment import Environment
 from .jax_losses import jax_actor, jax_loss
 from .rules import in_optax
 
-__all__ = ["in_jax", "modules", "peak_of"]
+__all__ = ["in_jax", "modules", "narrow", "peak_of"]
 
 
 def in_jax(work: Workload, device: torch.device, batches: Sequence[Batch]) -> System:
@@ -100,7 +100,7 @@ def in_jax(work: Workload, device: torch.device, batches: Sequence[Batch]) -> Sy
     def wait() -> None:
         jax.block_until_ready(held["loss"])
 
-    here = [{key: _narrow(value).numpy() for key, value in batch.items()} for batch in batches]
+    here = [{key: narrow(value).numpy() for key, value in batch.items()} for batch in batches]
     given = here if work.host else [{key: put(value) for key, value in batch.items()} for batch in here]
     run = update
     if work.kind == "loop":
@@ -171,7 +171,7 @@ def _update_alone(work: Workload, optimizer: Any, optax: Any) -> Any:
     return step
 
 
-def _narrow(value: Tensor) -> Tensor:
+def narrow(value: Tensor) -> Tensor:
     """Convert batches to jax conventions: int32 and channels last."""
     value = value.permute(0, 2, 3, 1) if value.dim() == 4 else value
     return value.to(torch.int32) if value.dtype == torch.int64 else value
