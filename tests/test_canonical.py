@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_cg as fcg
-from functional_cg.stages.fx_passes.canonical import VIEWS, narrow_views, pick_by_comparison, softmax_by_rows
+from functional_cg.stages.fx_passes.canonical import (
+    CAST,
+    VIEWS,
+    narrow_views,
+    pick_by_comparison,
+    softmax_by_rows,
+)
 from tests.compiled_graphs import assert_same_results, graph_of
 
 aten = torch.ops.aten
@@ -116,6 +122,20 @@ def test_views_carry_the_narrower_dtype() -> None:
         assert (
             view.args[0].target is not aten._to_copy.default or view.meta["spec"].dtype is not torch.float32
         )
+
+
+def test_a_number_that_is_cast_is_left_alone() -> None:
+    """The batching rules of a sweep cast numbers that are added to a value of each member."""
+
+    def train_step(state: Any, batch: Any) -> Any:
+        loss, grads = fcg.value_and_grad(lambda w: 1 + (batch["x"] @ w).square().mean())(state)
+        return state - grads, {"loss": loss}
+
+    weight, batch = data(3)
+    module, arguments = graph_of(fcg.sweep(train_step), fcg.place(torch.stack([weight, -weight])), batch)
+    casts = module.graph.find_nodes(op="call_function", target=CAST)
+    assert not all(isinstance(node.args[0], torch.fx.Node) for node in casts)
+    assert_same_results(module, arguments, narrow_views, rtol=1e-6, atol=1e-6)
 
 
 def test_zeros_that_are_overwritten_are_no_zeros() -> None:

@@ -352,6 +352,34 @@ def test_attention_takes_the_rows_of_all_members_at_once(name: str, rows: int) -
     assert ("2 members: one call for all, but for" in many.explain()) is not at_once
 
 
+@pytest.mark.cuda
+def test_a_norm_in_half_precision_takes_all_members_at_once() -> None:
+    """There are statistics in f32; torch's batching rules compute all that depends on them in f32."""
+
+    def train_step(state: Any, x: Tensor) -> Any:
+        def loss_fn(params: Any) -> Tensor:
+            half = {name: value.bfloat16() for name, value in params.items()}
+            return F.layer_norm(x.bfloat16() * half["x"], (8,), half["w"], half["b"]).float().square().mean()
+
+        loss, grads = fcg.value_and_grad(loss_fn)(state)
+        return fcg.tree.map(lambda one, grad: one - 0.1 * grad, state, grads), loss
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=seeded(len(shape))).cuda()
+
+    alone = [{"x": draw(8) * n, "w": draw(8) + n, "b": draw(8)} for n in (1, 2, 3)]
+    many, single = (fcg.graph_step(one, lowering="aten") for one in (fcg.sweep(train_step), train_step))
+    state, loss = many(fcg.tree.stack(alone), draw(4, 8))
+    results = [single(one, draw(4, 8)) for one in alone]
+    for found, (_, value) in zip(loss, results, strict=True):
+        torch.testing.assert_close(found, value, rtol=2e-2, atol=0)
+    for number, (one, _) in enumerate(results):
+        torch.testing.assert_close(
+            fcg.tree.take(fcg.snapshot(state), number), fcg.snapshot(one), rtol=2e-2, atol=2e-2
+        )
+    assert "one call for all, but for" not in many.explain()
+
+
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a state of one": (
         lambda: fcg.graph_step(fcg.sweep(train_step))({"w": torch.ones(2), "n": torch.tensor(0)}, torch.ones(3)),

@@ -219,8 +219,10 @@ def _narrows(node: fx.Node) -> bool:
 
 
 def _casts(node: fx.Node) -> bool:
-    """Whether a call changes the dtype of a float tensor and nothing else."""
-    if node.target is not CAST or "spec" not in _source(node).meta:
+    """Whether it is a call that changes the dtype of a float tensor and nothing else."""
+    if node.target is not CAST or not isinstance(node.args[0], fx.Node):  # a number may stand for a tensor
+        return False
+    if "spec" not in _source(node).meta:
         return False
     if is_written(node) or is_written(_source(node)):
         return False

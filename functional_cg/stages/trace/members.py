@@ -263,7 +263,7 @@ class _Members:
             results = ()
         found = dict(zip(made, results, strict=True)) if results else {}
         right = all(
-            value.dtype is var.spec.dtype and value.shape == (self._count, *var.spec.shape)
+            _promoted(value.dtype, var.spec.dtype) and value.shape == (self._count, *var.spec.shape)
             for var, value in found.items()
         )
         if not found or not right:
@@ -274,7 +274,8 @@ class _Members:
         return {var: self._as_one(call, var, value) for var, value in found.items()}
 
     def _as_one(self, call: Instr, var: Var, value: Tensor) -> Tensor:
-        """Return a result whose members lie as that of a single run, where that counts."""
+        """Return a result in the dtype of a single run, whose members lie as that one where that counts."""
+        value = value.to(var.spec.dtype)
         new = var.storage not in {one.storage for one in call.inputs()}
         if not new or var.storage not in self._laid_out or value.stride()[1:] == var.spec.stride:
             return value
@@ -300,6 +301,13 @@ class _Members:
         written = {var for var in made if var in call.writes}
         stacked = zip(made, zip(*columns, strict=True), strict=True)
         return {var: self._values[var] if var in written else torch.stack(column) for var, column in stacked}
+
+
+def _promoted(made: torch.dtype, asked: torch.dtype) -> bool:
+    """Whether a rule has made a dtype, or computes in a wider one, as it does if arguments are of several dtypes."""
+    return made is asked or (
+        made.is_floating_point and asked.is_floating_point and made.itemsize > asked.itemsize
+    )
 
 
 def _has_rows(shape: Sequence[int], count: int) -> bool:
