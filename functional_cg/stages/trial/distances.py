@@ -58,11 +58,11 @@ class Distances:
     def known(self, count: int) -> tuple[Tensor, Tensor]:
         """Return the distances, f64[count, 2], and how far what was expected is from zero, 0 for integers."""
         self.measure()
-        found = [(0.0, 0.0, 0.0, 0.0)] * count
+        found: list[Sequence[float]] = [()] * count
         for numbers, norms in self._measured:
-            for number, (apart, greatest, size, largest) in zip(numbers, norms.T.tolist(), strict=True):
-                a, b, c, d = found[number]
-                found[number] = math.hypot(a, apart), max(b, greatest), math.hypot(c, size), max(d, largest)
+            for number, row in zip(numbers, norms.T.tolist(), strict=True):
+                found[number] = _together(found[number], row) if found[number] else row
+        found = [row or (0.0, 0.0, 0.0, 0.0) for row in found]
         known, sizes = torch.tensor(found, dtype=torch.float64).view(count, 2, 2).unbind(1)
         known[self._unlike] = math.nan
         return known, sizes
@@ -80,6 +80,12 @@ class Distances:
                 self._measured.append((numbers, torch.stack([*map(torch.stack, norms)])))
                 waiting.clear()
         self._counts.clear()
+
+
+def _together(one: Sequence[float], other: Sequence[float]) -> Sequence[float]:
+    """Return the norms of two pieces of a tensor."""
+    (a, b, c, d), (apart, greatest, size, largest) = one, other
+    return math.hypot(a, apart), max(b, greatest), math.hypot(c, size), max(d, largest)
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:

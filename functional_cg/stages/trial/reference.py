@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...messages.source import Location
+from ...tensors.aten import copies
 from ..evaluate import assigned, evaluate, quiet
 from ..layouts import laid_out, unsure
 from ..lifetimes import last_uses, peak_bytes, storage_bytes
@@ -115,8 +116,8 @@ class Reference:
     @cached_property
     def _memory(self) -> tuple[int, int]:
         """Bytes that a run holds at most, and those of the copies that it makes beside them."""
-        copies = sum(self.program.constants[one].var.spec.nbytes for one in self._written)
-        beside = max(map(_copied, self._instrs), default=0) + copies
+        constants = sum(self.program.constants[one].var.spec.nbytes for one in self._written)
+        beside = max(map(_copied, self._instrs), default=0) + constants
         return peak_bytes(self._instrs, (), self._sizes), beside
 
     @property
@@ -138,11 +139,21 @@ class Reference:
           watch: Called for each call of the program with what it makes.
         """
         values: dict[int, Tensor] = {}
+        in_buffers: dict[int, Tensor] = {}  # they stay there until the end, and are copied together
 
         def keep(number: int, value: Tensor) -> None:
-            values[number] = value.to("cpu", copy=True) if on_host else self._own(number, value)
+            if on_host:
+                values[number] = value.to("cpu", copy=True)
+            elif self.outputs[number].var.storage not in self._sizes:
+                in_buffers[number] = value
+            else:
+                values[number] = value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
         self.run(buffers, keep, watch=watch)
+        own = {number: torch.empty_like(value) for number, value in in_buffers.items()}
+        for copy in copies([*own.values()], [*in_buffers.values()]):
+            copy()
+        values |= own
         return [values[number] for number in range(len(self.outputs))]
 
     def run(
@@ -256,11 +267,6 @@ class Reference:
     def site_of(self, var: Var) -> Location | None:
         """Return the user's line that computes a variable."""
         return next((instr.site for instr in self._instrs if var in set(instr.outputs())), None)
-
-    def _own(self, number: int, value: Tensor) -> Tensor:
-        """Return an output; a copy of it if its memory holds anything else, or is a buffer's."""
-        made = self.outputs[number].var.storage in self._sizes
-        return value if made and value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
     def _bound_vars(self) -> list[Var]:
         program = self.program
