@@ -7,7 +7,7 @@ Steps:
 
   graph_step        capture a training step; the state passed in is taken over, the new one returned
   graph_fn          capture a function that changes no state: evaluation, sampling, acting
-  GraphStep, GraphFn   what they make: ``explain()``, ``profile()``, ``eager()``, ``lower()``
+  GraphStep, GraphFn   what they make: ``explain()``, ``profile()``, ``find_nonfinite()``, ``eager()``
   Lowered, Captured    a step that was traced and checked for one layout; and then captured
   prefetch          copy the next batches to the step's device while it runs
   bucket            pad batches of any length to a few sizes

@@ -30,6 +30,7 @@ class GraphStep(Transform[P, R], metaclass=Documented):
       explain: What was traced, captured and refused, as text.
       lower: Trace and check a call without running it; the result has ``memory_analysis()`` and ``cost_analysis()``.
       profile: Where the time and the memory of a call go.
+      find_nonfinite: Where a NaN comes from.
       anew: A new step with the same function and options.
       close: Free the captures; so does leaving a ``with`` block.
     """
@@ -54,7 +55,7 @@ class GraphFn(Transform[P, R], metaclass=Documented):
       stats: Numbers of traces, captures, replays and eager calls.
       taps: ``fn.taps[name]`` holds what :func:`tap` recorded in the calls so far.
     Methods:
-      eager, explain, lower, profile, anew, close: As of :class:`GraphStep`.
+      eager, explain, lower, profile, find_nonfinite, anew, close: As of :class:`GraphStep`.
     """
 
     _donates = False

@@ -83,6 +83,19 @@ def test_the_step_without_modules_runs_and_learns(capsys: pytest.CaptureFixture[
     assert names["train_step"].stats.replays == 300
 
 
+def test_the_bad_step_is_found_as_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "functional_cg" / "step" / "README.md"
+    names = run(page)
+    printed, shown = capsys.readouterr().out.splitlines(), page.read_text(encoding="utf-8").splitlines()
+    told = [
+        printed[0],
+        printed[1],
+        printed[4],
+    ]  # the others name the file and the function, which is of this test
+    assert set(told) <= set(shown)
+    assert names["x"] is names["batches"][37]
+
+
 @pytest.mark.parametrize("index", range(len(programs(OPTIMIZERS))))
 def test_each_program_of_the_optimizers_runs_and_its_state_trains(index: int) -> None:
     names = run(OPTIMIZERS, index)

@@ -291,8 +291,9 @@ def test_members_are_taken_and_copied_over_others() -> None:
     assert fcg.tree.take(state, -1)["n"].shape == ()
     state, _ = step(fcg.tree.take(state, torch.tensor([3, 3, 2, 3])), torch.ones(3))
     assert fcg.snapshot(state)["w"][:, 0].tolist() == [36.0, 36.0, 27.0, 36.0]
-    with pytest.raises(IndexError):
-        fcg.tree.take(state, 4)
+    kept = fcg.tree.take(state, metrics["mean"] > 2)  # also without those that diverged
+    assert fcg.tree.take(state, (metrics["mean"] > 2).tolist())["w"].tolist() == kept["w"].tolist()
+    assert len(kept["w"]) == int((metrics["mean"] > 2).sum()) < 4
 
 
 def test_a_number_is_set_for_all_members_or_for_each() -> None:
@@ -380,6 +381,12 @@ def test_a_norm_in_half_precision_takes_all_members_at_once() -> None:
     assert "one call for all, but for" not in many.explain()
 
 
+def one_in_place_of_all() -> None:
+    step = fcg.graph_step(fcg.sweep(train_step))
+    state, _ = step(members(), torch.ones(3))
+    step(fcg.tree.take(state, 0), torch.ones(3))
+
+
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a state of one": (
         lambda: fcg.graph_step(fcg.sweep(train_step))({"w": torch.ones(2), "n": torch.tensor(0)}, torch.ones(3)),
@@ -396,6 +403,28 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         fcg.LayoutError,
         r"(?s)tree.stack: .*expected static fields.*set_hyperparams\(state, learning_rate=torch.tensor",
     ),
+    "a mask of other members": (
+        lambda: fcg.graph_step(fcg.sweep(train_step))(members(), torch.ones(3), active=torch.ones(3).bool()),
+        fcg.LayoutError,
+        r"active  expected bool\[4\]   got bool\[3\]",
+    ),
+    "one that says nothing": (
+        lambda: fcg.graph_step(fcg.sweep(train_step))(members(), torch.ones(3), active=torch.ones(4)),
+        fcg.LayoutError,
+        r"active  expected bool\[4\]   got f64\[4\]",
+    ),
+    "a member in place of all": (
+        lambda: one_in_place_of_all(), fcg.LayoutError, r"a state of one member: stack those of all",
+    ),
+    "fractions of members": (
+        lambda: fcg.tree.take(members(), torch.tensor([1.5])),
+        TypeError,
+        r"(?s)bool\[n\], got torch.float64 \[1\].*To fix",
+    ),
+    "true": (lambda: fcg.tree.take(members(), True), TypeError, r"got torch.bool \[\]"),
+    "a member too many": (lambda: fcg.tree.take(members(), [0, 4]), IndexError, r"there are 4 members, got \[0, 4\]"),
+    "a mask of fewer": (lambda: fcg.tree.take(members(), [True]), IndexError, r"there are 4 members, got bool\[1\]"),
+    "a member of one": (lambda: fcg.tree.take({"n": torch.tensor(1)}, 0), IndexError, "a leaf has no dimensions"),
     "no members": (lambda: fcg.tree.stack([]), ValueError, "there is no tree"),
     "a batch without the axis": (
         lambda: fcg.graph_step(fcg.sweep(train_step, each="x"))(members(), torch.ones(3)),

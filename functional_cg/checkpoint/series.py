@@ -261,8 +261,9 @@ class Checkpoints:
 def _check_step(step: Any, leaf: Any) -> None:
     if step is None:
         if leaf is None or leaf.numel() != 1 or leaf.is_floating_point() or leaf.is_complex():
+            has = "no leaf `step`" if leaf is None else f"a leaf `step` of {leaf.dtype} {list(leaf.shape)}"
             raise ValueError(
-                "checkpoints: the state has no leaf `step`, a number that counts. To fix: `save(state, step=n)`."
+                f"checkpoints: the state has {has}, and not a number that counts. To fix: `save(state, step=n)`."
             )
     elif isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"checkpoints: step must be a number from 0 on, got {step!r}")

@@ -218,7 +218,7 @@ def _mapped(name: str, fix: str, function: Callable[..., Any], trees: Sequence[A
     return unflatten(treedef, [function(*group) for group in zip(first, *others, strict=True)])
 
 
-def stack(trees: Sequence[Any]) -> Any:
+def stack(trees: Iterable[Any]) -> Any:
     """Stack trees of one structure, leaf by leaf: states of single models become one of all, for a sweep.
 
     Args:
@@ -237,6 +237,7 @@ def stack(trees: Sequence[Any]) -> Any:
       {'w': tensor([[0., 0.],
               [1., 1.]])}
     """
+    trees = list(trees)
     if not trees:
         raise ValueError("tree.stack: there is no tree to stack.")
     fix = (
@@ -258,16 +259,18 @@ def _stacked(*leaves: torch.Tensor) -> torch.Tensor:
     return torch.stack(leaves)
 
 
-def take(tree: Any, index: int | Sequence[int] | torch.Tensor) -> Any:
+def take(tree: Any, index: int | Sequence[int] | Sequence[bool] | torch.Tensor) -> Any:
     """Select from the first dimension of each leaf: a member of a stack, or some of its members in a new order.
 
     Args:
       tree: A pytree of tensors [n, ...], such as the state of a sweep.
-      index: Number of a member, negative from the end, or several numbers: a sequence or i64[k].
+      index: Number of a member, negative from the end; or several numbers, a sequence or i64[k]; or bool[n], true for
+        each member to keep.
     Returns:
       A plain pytree of new tensors: [...] for one number, [k, ...] for several.
     Raises:
-      IndexError: If there is no such member.
+      IndexError: If there is no such member, or a leaf has no dimensions.
+      TypeError: If ``index`` is something else.
 
     Example:
       >>> import torch
@@ -275,14 +278,36 @@ def take(tree: Any, index: int | Sequence[int] | torch.Tensor) -> Any:
       >>> state = {"w": torch.tensor([1.0, 2.0, 3.0])}
       >>> tree.take(state, 1), tree.take(state, [2, 0])
       ({'w': tensor(2.)}, {'w': tensor([3., 1.])})
+      >>> tree.take(state, state["w"] > 1.5)
+      {'w': tensor([2., 3.])}
     """
+    numbers = torch.as_tensor(index)
+    is_mask = numbers.dtype is torch.bool
+    if is_mask != (is_mask and numbers.dim() == 1) or (_is_fractional(numbers) and numbers.numel()):
+        raise TypeError(
+            f"tree.take: expected the number of a member, several numbers, or bool[n], got {numbers.dtype} "
+            f"{list(numbers.shape)}.\nTo fix: `tree.take(state, 3)`, `tree.take(state, [3, 0])`, or "
+            "`tree.take(state, losses.isfinite())`."
+        )
+    chosen = numbers.nonzero()[:, 0] if is_mask else numbers.long()
+    asked = (
+        [] if isinstance(index, torch.Tensor) else chosen.view(-1).tolist()
+    )  # of a tensor, torch checks the values
 
     def taken(leaf: torch.Tensor) -> torch.Tensor:
-        if isinstance(index, int):
-            return leaf[index].clone()
-        return leaf[torch.as_tensor(index, dtype=torch.int64, device=leaf.device)]
+        if not leaf.dim():
+            raise IndexError("tree.take: a leaf has no dimensions, so this is no tree of several members.")
+        count = len(leaf)
+        if (is_mask and len(numbers) != count) or not all(-count <= one < count for one in asked):
+            what = f"bool[{len(numbers)}]" if is_mask else str(index)
+            raise IndexError(f"tree.take: there are {count} members, got {what}.")
+        return leaf[chosen.to(leaf.device)].clone()
 
     return map(taken, tree)
+
+
+def _is_fractional(numbers: torch.Tensor) -> bool:
+    return numbers.is_floating_point() or numbers.is_complex()
 
 
 class _Marker:

@@ -45,6 +45,7 @@ from .explain import explain, explain_html, warnings_of
 from .guards import Guards
 from .log import log, timed
 from .lowered import MISS, Captured, Lowered
+from .nonfinite import Nonfinite, find_nonfinite
 from .profile.measure import profile_of
 from .profile.result import Profile
 from .ranks import groups_of
@@ -131,26 +132,14 @@ class Transform(Generic[P, R]):
     def profile(self, *args: P.args, **kwargs: P.kwargs) -> Profile:
         """Measure where the time and the memory of a call go, by module and by line of your code.
 
-        The calls of the step run one by one on copies of the state and the inputs; the state is not donated and
-        keeps its values. Lowers the step if no call has yet. It takes the memory of a second state and of a step,
-        and the time of some twenty calls. On several ranks, all of them profile together.
+        Runs the calls one by one on copies of the values of ``args`` and ``kwargs``, and keeps the state. It takes the
+        memory of a second state and of a step, and the time of some twenty calls. All ranks profile together.
 
-        Module paths are known in the forward of a module from :func:`functional_cg.from_module`, and in the backward
-        of its calls; a module that is used in several places goes by the first of its names. What is outside of
-        modules goes by the function that computes it. If the step is compiled, its kernels span several calls: rows
-        then have the times of the calls before that, and the result says so. With the environment variable
-        ``FCG_PROFILE_KERNELS=1``, on a GPU, the kernels of a step that inductor compiles are timed in place of its
-        calls: ``by_kernel()`` says what each computes, and one that computes several calls shares its time among them.
-
-        Args:
-          args: The arguments of a call.
-          kwargs: Likewise.
         Returns:
           A :class:`functional_cg.step.profile.result.Profile`: it prints as a table, ``by_module()`` and ``by_line()``
-          return rows in seconds and bytes, ``by_kernel()`` those of a compiled step, and
-          :func:`functional_cg.report.profile` draws it.
+          return rows in seconds and bytes, and :func:`functional_cg.report.profile` draws it.
         Raises:
-          FunctionalCGError: As a call of the step does; the state is unchanged.
+          FunctionalCGError: As a call of the step does.
 
         Example:
           >>> import torch, functional_cg as fcg
@@ -167,6 +156,29 @@ class Transform(Generic[P, R]):
         with ordinary():
             return cast(
                 "Profile", self._turn.alone(functools.partial(self._profiled, args, kwargs), self._name)
+            )
+
+    def find_nonfinite(self, *args: P.args, **kwargs: P.kwargs) -> Nonfinite:
+        """Find the first call that makes a NaN or an infinity: where a loss of NaN comes from.
+
+        Runs the calls one by one on copies of the values of ``args`` and ``kwargs``, as :meth:`profile` does; if they
+        are finite, also the compiled step. Pass the state from before the bad call: a checkpoint, or a snapshot.
+
+        Returns:
+          A :class:`functional_cg.step.nonfinite.Nonfinite`, which prints the call with its module, your line, and what
+          it reads. It is false if all results are finite.
+        Raises:
+          FunctionalCGError: As a call of the step does.
+
+        Example:
+          >>> import torch, functional_cg as fcg
+          >>> step = fcg.graph_step(lambda state, x: ({"w": state["w"] - x.log()}, {}))
+          >>> step.find_nonfinite({"w": torch.ones(2)}, torch.tensor([1.0, 0.0])).calls[0].made
+          'f32[2]  -inf in 1 of 2, first at [1]; 0'
+        """
+        with ordinary():
+            return cast(
+                "Nonfinite", self._turn.alone(functools.partial(self._searched, args, kwargs), self._name)
             )
 
     @entry()
@@ -335,6 +347,10 @@ class Transform(Generic[P, R]):
     def _profiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Profile:
         call, lowered = self._lower_only(args, kwargs)
         return self._noting(profile_of, call, lowered)  # type: ignore[no-any-return]
+
+    def _searched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nonfinite:
+        call, lowered = self._lower_only(args, kwargs)
+        return self._noting(find_nonfinite, call, lowered)  # type: ignore[no-any-return]
 
     def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         refuse_foreign_modes(self._name)

@@ -360,6 +360,13 @@ class Lowered(metaclass=Documented):
             ]
         return rows
 
+    def _of_members(self, call: Call) -> bool:
+        """Whether the leaves of a call's states are those of this plan without a first dimension that all have."""
+        want = [spec.shape for state in self.states for spec in state.specs]
+        have = [spec.shape for state in call.states for spec in state.specs]
+        first = {shape[:1] for shape in want}
+        return len(first) == 1 and () not in first and [shape[1:] for shape in want] == have
+
     def refusal(self, call: Call, transform: str, max_captures: int) -> LayoutError:
         """Return the error for a call with another layout when no more captures are allowed."""
         more = f"`{transform}(max_captures={max_captures + 1})`"
@@ -368,6 +375,11 @@ class Lowered(metaclass=Documented):
             fix = layout_fix(self.layout, call.layout, more)
         elif len(call.states) != len(self.states):
             fix = states_fix({state.name: state.treedef for state in self.states}, self.layout, call)
+        elif self._of_members(call):
+            fix = (
+                "this is a state of one member: stack those of all, `fcg.tree.stack(states)`; or train it by a step "
+                "of the function without `fcg.sweep`."
+            )
         else:
             another = f"`{transform}({self.name if self.name.isidentifier() else 'step'}.__wrapped__)`"
             fix = f"make a step for each layout of the state, {another}; or pay for one more graph, {more}."

@@ -48,7 +48,8 @@ def sweep(fn: Callable[..., Any], *, each: str | Collection[str] = ()) -> Callab
       are not tensors are those of the first member.
     Raises:
       TypeError: If ``fn`` has no argument of a name in ``each``, or one called ``active``.
-      LayoutError: If arguments with the member axis have no common first dimension, or are on a mesh.
+      LayoutError: If arguments with the member axis have no common first dimension, or are on a mesh, or if ``active``
+        is not bool[n].
       CaptureError: If the function runs a pipeline.
 
     Example:
@@ -68,7 +69,7 @@ def sweep(fn: Callable[..., Any], *, each: str | Collection[str] = ()) -> Callab
       >>> state, metrics = step(state, (torch.ones(8, 4), torch.ones(8, 1)))
       >>> metrics["loss"].shape
       torch.Size([16])
-      >>> best = fcg.tree.take(state, int(metrics["loss"].argmin()))
+      >>> best = fcg.tree.take(state, metrics["loss"].nan_to_num(torch.inf).argmin())
     """
     name = getattr(fn, "__name__", type(fn).__name__)
     signature = inspect.signature(fn)
@@ -90,7 +91,8 @@ def sweep(fn: Callable[..., Any], *, each: str | Collection[str] = ()) -> Callab
         trees = {argument: bound.arguments[argument] for argument in own if argument in bound.arguments}
         leaves, treedef = pytree.flatten(trees)
         names = [path_string(path[1:], str(path[0]).strip("[]'")) for path in treedef.paths()]
-        count = _members(name, names, leaves)
+        count = _members(name, own[0], names, leaves)
+        _check_active(name, active, count)
         returned = _Returned()
 
         def of_one(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -131,28 +133,53 @@ def _where(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(active.view(-1, *[1] * (new.dim() - 1)), new, old)
 
 
-def _members(function: str, names: Sequence[str], leaves: Sequence[Any]) -> int:
+def _check_active(function: str, active: Any, count: int) -> None:
+    if active is None:
+        return
+    if not isinstance(active, Tensor) or active.dtype is not torch.bool or active.shape != (count,):
+        got = BufferSpec.of(active) if isinstance(active, Tensor) else type(active).__name__
+        raise LayoutError.of(
+            function,
+            "is swept over members, and `active` does not say of each whether it is trained.",
+            rows=[f"active  expected bool[{count}]   got {got}"],
+            fix="`active=losses < 10`, one for each member.",
+        )
+
+
+def _members(function: str, state: str, names: Sequence[str], leaves: Sequence[Any]) -> int:
     """Return the number of members.
+
+    Args:
+      function: Name of the swept function.
+      state: Name of its first argument.
+      names: Of the leaves with the member axis, each with that of its argument in front.
+      leaves: Those leaves.
 
     Raises:
       LayoutError: If leaves have none, or another one than others.
     """
     sizes = [leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else 0 for leaf in leaves]
-    count = max(sizes, key=sizes.count, default=0)
-    rows = [
-        f"{name}  expected a tensor [{count or 'n'}, ...]   got "
+    is_state = [name[: len(state) + 1].rstrip(".[") == state for name in names]
+    of_state = [size for size, one in zip(sizes, is_state, strict=True) if one] or sizes
+    count = max(of_state, key=of_state.count, default=0)
+    shown = count if count and 2 * of_state.count(count) > len(of_state) else "n"
+    wrong = {
+        name: f"{name}  expected a tensor [{shown}, ...]   got "
         + (str(BufferSpec.of(leaf)) if isinstance(leaf, Tensor) else type(leaf).__name__)
         for name, leaf, size in zip(names, leaves, sizes, strict=True)
         if size != count or not count
-    ]
-    if rows or not count:
+    }
+    if wrong or not count:
+        only_inputs = wrong and {*of_state} == {count}
         raise LayoutError.of(
             function,
             "is swept over members, and its arguments have no common member axis.",
-            rows=rows,
-            why="The first dimension of each leaf of the state is the number of the member.",
-            fix="`state = fcg.tree.stack([create(seed) for seed in range(16)])`; an argument that all members share is "
-            "left out of `each`.",
+            rows=[*wrong.values()],
+            why="The first dimension of each leaf of the state, and of the arguments in `each`, is the number of the "
+            "member.",
+            fix="stack what each member gets, `torch.stack([x, x])`; leave what all share out of `each`."
+            if only_inputs
+            else "`state = fcg.tree.stack([create(seed) for seed in range(16)])`.",
         )
     on_mesh = [name for name, leaf in zip(names, leaves, strict=True) if placed(leaf) is not None]
     if on_mesh:

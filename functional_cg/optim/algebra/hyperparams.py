@@ -196,7 +196,8 @@ def set_hyperparams(state: S, **values: float | Tensor) -> S:
         require(name in found, _not_injected(name, sorted(found)))
         if not isinstance(value, (numbers.Real, Tensor)):
             raise TypeError(
-                f"set_hyperparams: {name} must be a number, got {type(value).__name__}.\nTo fix: `{name}=0.05`; what "
+                f"set_hyperparams: {name} must be a number, or a tensor with one for each member, got "
+                f"{type(value).__name__}.\nTo fix: `{name}=0.05`, or `{name}=torch.tensor([0.1, 0.01])`; what "
                 f"follows a schedule is made with it, `inject_hyperparams(factory)({name}=schedule)`, and not set."
             )
     if not values:

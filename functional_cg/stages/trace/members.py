@@ -107,11 +107,9 @@ def for_members(
         [[(members.like(old), members.like(new)) for old, new in part] for part in parts]
         for parts in recorder.work.replaced[replaced:]
     ]
-    if members.repeated:
-        named = ", ".join(f"{name} ({times})" for name, times in members.repeated.most_common())
-        recorder.announce(
-            f"{count} members: one call for all, but for calls without a batching rule: {named}"
-        )
+    named = ", ".join(f"{name} ({times})" for name, times in members.repeated.most_common())
+    but = f", but for calls without a batching rule: {named}" if named else ""
+    recorder.announce(f"{count} members: one call for all{but}")
     return out
 
 

@@ -30,7 +30,7 @@ from .kernels import launched_in, lines_told
 from .result import Phase, Profile, ProfiledCall, ProfiledKernel
 from .timing import Act, Clock, replaying, timed
 
-__all__ = ["phases", "profile_of"]
+__all__ = ["module_of", "phases", "profile_of", "source_of"]
 
 _OPTIMIZER = "(optimizer)"
 _UNKNOWN = "(unknown)"
@@ -148,14 +148,12 @@ def _profiled(
     names = _names_of(instr.origin.line for instr in instrs)
     found: dict[Instr | str, ProfiledCall] = {}
     for instr, phase in phases(instrs).items():
-        line, module = instr.origin.line, instr.origin.module
-        if not module and instr.inner and phase == "update":
-            module = _OPTIMIZER
+        line = instr.origin.line
         found[instr] = ProfiledCall(
             instr.name,
-            module or (_UNKNOWN if line is None else f"{line.function}()"),
+            module_of(instr, phase),
             _UNKNOWN if line is None else names[line],
-            "" if line is None else linecache.getline(line.filename, line.line).strip(),
+            source_of(instr),
             phase,
             times.get(instr, 0.0),
             nbytes[instr],
@@ -166,6 +164,20 @@ def _profiled(
         phase = "update" if of_state else "forward"
         found[kind] = ProfiledCall(what, where, where, "", phase, times[kind], staged if of_state else 0)
     return found
+
+
+def module_of(instr: Instr, phase: Phase) -> str:
+    """Return the path of a call's module; outside of modules the function that makes it, or a kind in parentheses."""
+    line, module = instr.origin.line, instr.origin.module
+    if not module and instr.inner and phase == "update":
+        module = _OPTIMIZER
+    return module or (_UNKNOWN if line is None else f"{line.function}()")
+
+
+def source_of(instr: Instr) -> str:
+    """Return what stands on a call's line; empty if its file is gone."""
+    line = instr.origin.line
+    return "" if line is None else linecache.getline(line.filename, line.line).strip()
 
 
 def _names_of(lines: Iterable[Location | None]) -> dict[Location, str]:

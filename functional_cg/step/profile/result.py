@@ -129,6 +129,12 @@ class Profile(Report):
 
     Each call of the step is in one row by module and in one row by line, so the rows of either add up to the whole.
 
+    Module paths are known in the forward of a module from :func:`functional_cg.from_module`, and in the backward of its
+    calls; a module that is used in several places goes by the first of its names. What is outside of modules goes by
+    the function that computes it. If the step is compiled, its kernels span several calls: rows then have the times of
+    the calls before that, and the result says so. With the environment variable ``FCG_PROFILE_KERNELS=1``, on a GPU,
+    the kernels of a step that inductor compiles are timed in place of its calls.
+
     Attributes:
       function: Name of the user's function.
       device: Name of the device.
