@@ -163,7 +163,11 @@ def test_as_many_stay_as_asked(tmp_path: Path, keep: int | None) -> None:
             ValueError,
             r"no leaf `step`(.|\n)*`save\(state, step=n\)`",
         ),
-        (lambda saved: saved.save({"step": torch.ones(1)}), ValueError, r"a leaf `step` of torch.float32 \[1\]"),
+        (
+            lambda saved: saved.save({"step": torch.ones(1)}),
+            ValueError,
+            r"a leaf `step` of torch.float32 \[1\]",
+        ),
         (lambda saved: saved.save(fresh(), step=-1), ValueError, "step must be a number from 0 on, got -1"),
         (
             lambda saved: saved.save(fresh(), loader=[]),
