@@ -832,7 +832,7 @@ MUTANTS = (
     Mutant(
         "N78",
         "copies of constants that a step writes take no memory",
-        ((" + copies\n        return peak_bytes", "\n        return peak_bytes"),),
+        ((" + constants\n        return peak_bytes", "\n        return peak_bytes"),),
         (f"{TRIAL}test_copies_of_constants_that_are_written_count",),
         no_gpu="the plan is made on the host",
     ),
