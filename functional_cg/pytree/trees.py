@@ -244,19 +244,30 @@ def stack(trees: Iterable[Any]) -> Any:
         "create all of them with one optimizer; then give each its own numbers, "
         "`fcg.optim.set_hyperparams(state, learning_rate=torch.tensor([0.1, 0.01]))`."
     )
-    return _mapped("stack", fix, _stacked, trees)
+    names = [path_string(path, "tree") for path in flatten(trees[0])[1].paths()]
+    rest = iter(names)
+    return _mapped("stack", fix, lambda *leaves: _stacked(next(rest), leaves), trees)
 
 
-def _stacked(*leaves: torch.Tensor) -> torch.Tensor:
-    layouts = {(tuple(leaf.shape), leaf.dtype): n for n, leaf in reversed([*enumerate(leaves)])}
+def _stacked(name: str, leaves: Sequence[Any]) -> torch.Tensor:
+    layouts = {_layout(leaf): n for n, leaf in reversed([*enumerate(leaves)])}
     if len(layouts) > 1:
-        rows = [f"tree {n}  {dtype} {list(shape)}" for (shape, dtype), n in layouts.items()]
+        rows = [f"{name}  of tree {n}  {layout}" for layout, n in layouts.items()]
         raise LayoutError.of(
             "", "tree.stack: the trees have leaves of different shapes or dtypes.", rows=rows[::-1],
             why="All members of a stack have one layout.",
             fix="make each with the same sizes; what differs in size belongs in another stack.",
         )  # fmt: skip
-    return torch.stack(leaves)
+    if not isinstance(leaves[0], torch.Tensor):
+        raise LayoutError.of(
+            "", "tree.stack: a leaf is no tensor.", rows=[f"{name}  {type(leaves[0]).__name__}"],
+            fix="make it a tensor, `torch.tensor(0.1)`.",
+        )  # fmt: skip
+    return torch.stack(leaves)  # type: ignore[arg-type]
+
+
+def _layout(leaf: Any) -> str:
+    return f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
 
 
 def take(tree: Any, index: int | Sequence[int] | Sequence[bool] | torch.Tensor) -> Any:

@@ -82,7 +82,7 @@ def sweep(fn: Callable[..., Any], *, each: str | Collection[str] = ()) -> Callab
     if _ACTIVE in signature.parameters:
         raise TypeError(
             f"sweep: `{name}` has an argument `{_ACTIVE}`, which the sweep adds: it tells which members are trained.\n"
-            "To fix: give it another name."
+            "To fix: give it another name; of what is a sweep already, `lambda state, batch: swept(state, batch)`."
         )
 
     @wraps(fn)
@@ -103,6 +103,12 @@ def sweep(fn: Callable[..., Any], *, each: str | Collection[str] = ()) -> Callab
         if active is None:
             return out
         new, *rest = out if isinstance(out, tuple) else (out,)
+        if pytree.flatten(new)[1] != pytree.flatten(trees[own[0]])[1]:
+            raise LayoutError.of(
+                name,
+                "gets `active`, and returns no new state, of which members could keep the old one.",
+                fix="leave `active` out; of results, select those that count.",
+            )
         new = pytree.map(partial(_where, active), new, trees[own[0]])
         return (new, *rest) if isinstance(out, tuple) else new
 

@@ -8,6 +8,8 @@ made for each member.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -25,7 +27,7 @@ from ..blocks import Blocks
 from ..evaluate import AS_STRIDED, assigned
 from ..passes.formulas import FORMULAS
 from ..passes.fused import at_places, group_size
-from ..program import Instr, Program, Report, Var, map_vars, written_storages
+from ..program import Instr, Program, Report, Var, map_vars, vars_in, written_storages
 from ..sub_programs import calls_of
 from ..variables import History, Variables
 
@@ -33,6 +35,9 @@ __all__ = ["for_members"]
 
 _aten = torch.ops.aten
 _VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
+# torch's rules for them are wrong: one fills a tensor that all members share, the other counts places from the first.
+_ONE_BY_ONE = frozenset({_aten.index_fill.int_Tensor, _aten.as_strided_scatter.default})
+_SELECTS = frozenset({"condition", "mask"})  # arguments that choose, and are not computed with
 
 
 class _Recorder(Protocol):
@@ -72,7 +77,11 @@ def for_members(
     program, start = recorder.program, len(recorder.program.instrs)
     shown, applied, replaced = len(program.reports), len(recorder.work.applied), len(recorder.work.replaced)
     blocks, literals = len(recorder.blocks.known), len(program.constants)
-    one = [recorder.fake(_of_one(tensor), name)[0] for tensor, name in zip(given, names, strict=True)]
+    one = []
+    for tensor, name in zip(given, names, strict=True):
+        fake, var = recorder.fake(_of_one(tensor), name)
+        recorder.history.mark(var)
+        one.append(fake)
     results = act(one)
     if len(recorder.blocks.known) > blocks:
         raise CaptureError.of(
@@ -84,13 +93,19 @@ def for_members(
     of = recorder.variables.of
     wanted = [of(tensor) for tensor in results]
     calls = calls_of(program.instrs[start:])
+    _check_gradients(program.function, [*given, *_read(recorder, calls)], names)
     _check_writes(program, calls, {*map(of, one), *(each.var for each in program.constants[literals:])})
     reports = program.reports[shown:]
     del program.instrs[start:], program.reports[shown:]
     recorder.history.forget()
     pairs = zip(map(of, one), given, strict=True)
     members = _Members(recorder, calls, {var: tensor for var, tensor in pairs if var is not None}, count)
-    with torch.no_grad(), only_batching_rules():
+    devices = {tensor.device.type for tensor in given}
+    with contextlib.ExitStack() as modes:
+        for mode in (torch.no_grad(), only_batching_rules()):
+            modes.enter_context(mode)
+        for device in devices:  # what it casts is among the calls
+            modes.enter_context(torch.autocast(device, enabled=False))
         for call in calls:
             with recorder.as_before((call.site, call.backward, call.inner, call.origin)):
                 members.make(call)
@@ -111,6 +126,30 @@ def for_members(
     but = f", but for calls without a batching rule: {named}" if named else ""
     recorder.announce(f"{count} members: one call for all{but}")
     return out
+
+
+def _read(recorder: _Recorder, calls: Sequence[Instr]) -> list[Tensor]:
+    """Return the tensors from outside that calls read."""
+    known, made = recorder.variables.tensors(), {var for call in calls for var in call.outputs()}
+    read = dict.fromkeys(var for call in calls for var in call.inputs() if var not in made)
+    return [known[var] for var in read if var in known]
+
+
+def _check_gradients(function: str, read: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Raise if autograd would have to follow the calls of all members: it has followed those of one."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read):
+        raise CaptureError.of(
+            function,
+            "differentiates a sweep.",
+            rows=[
+                f"{name}  requires a gradient"
+                for name, one in zip(names, read, strict=False)
+                if one.requires_grad
+            ],
+            why="A sweep runs whole steps, each with its own gradients.",
+            fix="call `fcg.value_and_grad` in the function of one member; of tensors that need no gradient, pass "
+            "`x.detach()`; or compute an ensemble by `torch.func.vmap`.",
+        )
 
 
 def _check_writes(program: Program, calls: Sequence[Instr], own: set[Var | None]) -> None:
@@ -195,8 +234,10 @@ class _Members:
             self._values[call.out] = value.as_strided([self._count, *size], [value.stride(0), *stride], moved)
         else:
             for part in _parts(call):
-                made = self._as_rows(part, own) or self._batched(part, own) or self._one_by_one(part, own)
-                self._values.update(made)
+                found = self._as_rows(part, own)
+                if found is None and part.op not in _ONE_BY_ONE:
+                    found = self._batched(part, own)
+                self._values.update(self._one_by_one(part, own) if found is None else found)
 
     def report(self, report: Report) -> None:
         """Record a report of one member for all."""
@@ -204,7 +245,9 @@ class _Members:
 
         def show(*values: Tensor) -> Tensor:
             known = dict(zip(own, values, strict=True))
-            report.func(*report.args, [known.get(var, self._shared.get(var)) for var in report.values])
+            report.func(
+                *report.args, [known[var] if var in known else self._value(var) for var in report.values]
+            )
             return values[0]
 
         if own:
@@ -245,18 +288,21 @@ class _Members:
         """Make a call by a batching rule; return its results, or None if there is no rule that makes these."""
         read = [var for var in own if var in set(call.inputs())]
         made: list[Var] = []
+        for var in call.inputs():
+            self._value(var)
+        # A number of one member is a vector of all: it would count when dtypes are promoted.
+        dtype, numbers = _computed_in(call), _numbers(call)
+        cast = {var: self._value(var).to(dtype) for var in numbers} if dtype is not None else {}
 
         def act(*values: Tensor) -> tuple[Tensor, ...]:
-            known = dict(zip(read, values, strict=True))
+            known = cast | dict(zip(read, values, strict=True))
             pairs = [*assigned(call.out, _run(call, lambda var: known.get(var, self._values.get(var))))]
             made[:] = [var for var, value in pairs if value is not None]
             return tuple(value for _, value in pairs if value is not None)
 
-        for var in call.inputs():
-            self._value(var)
         start = len(self._recorder.program.instrs)
         try:
-            results = torch.func.vmap(act)(*map(self._value, read))
+            results = torch.func.vmap(act)(*(cast.get(var, self._value(var)) for var in read))
         except (RuntimeError, ValueError, NotImplementedError):
             results = ()
         found = dict(zip(made, results, strict=True)) if results else {}
@@ -265,7 +311,6 @@ class _Members:
             for var, value in found.items()
         )
         if not found or not right:
-            assert not call.writes or not found, "a call that writes was made"
             del self._recorder.program.instrs[start:]
             self._recorder.history.forget()
             return None
@@ -286,12 +331,24 @@ class _Members:
     def _one_by_one(self, call: Instr, own: Sequence[Var]) -> dict[Var, Tensor]:
         """Make a call for each member."""
         self.repeated[call.name] += 1
+        views = {var.storage for var in call.outputs()} & {var.storage for var in call.inputs()}
+        if (views - {var.storage for var in call.writes}) & self._written:
+            raise CaptureError.of(
+                self._recorder.program.function,
+                "writes into a view that torch cannot take of all members of a sweep.",
+                rows=[f"{call.op}, at {call.site}"],
+                why="There is no batching rule for it, and what is written into a copy is lost.",
+                fix="write into a copy, `x.clone()`.",
+            )
         columns: list[list[Tensor]] = []
         made: list[Var] = []
         for number in range(self._count):
 
             def value(var: Var, number: int = number) -> Tensor:
-                return self._value(var)[number] if var in own else self._value(var)
+                one = self._value(var)[number] if var in own else self._value(var)
+                return (
+                    one.clone() if call.op in _ONE_BY_ONE else one
+                )  # some count places from the storage's first
 
             pairs = [*assigned(call.out, _run(call, value))]
             made = [var for var, one in pairs if one is not None]
@@ -299,6 +356,42 @@ class _Members:
         written = {var for var in made if var in call.writes}
         stacked = zip(made, zip(*columns, strict=True), strict=True)
         return {var: self._values[var] if var in written else torch.stack(column) for var, column in stacked}
+
+
+def _numbers(call: Instr) -> list[Var]:
+    """Return the operands of a call without dimensions, but for those that it writes or chooses by."""
+    arguments = zip(call.op._schema.arguments, call.args, strict=False)
+    chosen_by = {
+        var for argument, value in arguments if argument.name in _SELECTS for var in vars_in((value,))
+    }
+    every = dict.fromkeys(call.inputs())
+    return [var for var in every if not var.spec.shape and var not in chosen_by and var not in call.writes]
+
+
+def _computed_in(call: Instr) -> torch.dtype | None:
+    """Return the dtype in which a call by element computes for one member, if its operands have several, else None.
+
+    Of an operand without dimensions only the category counts (torch/aten, ``result_type``).
+    """
+    read = {var.spec.dtype for var in call.inputs()}
+    numbers = _numbers(call)
+    if len(read) < 2 or not numbers or not (call.by_element or call.name.startswith("_foreach_")):
+        return None
+    dims = [var.spec.dtype for var in call.inputs() if var.spec.shape and var.spec.dtype is not torch.bool]
+    number = functools.reduce(torch.promote_types, [var.spec.dtype for var in numbers])
+    found = functools.reduce(torch.promote_types, dims) if dims else number
+    if found.is_floating_point and number.is_complex:
+        found = found.to_complex()
+    elif not found.is_floating_point and not found.is_complex and _category(number) > _category(found):
+        found = torch.promote_types(found, number)
+    makes = next((var.spec.dtype for var in call.outputs()), found)
+    return makes if _category(makes) > _category(found) else found
+
+
+def _category(dtype: torch.dtype) -> int:
+    if dtype is torch.bool:
+        return 0
+    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 1
 
 
 def _promoted(made: torch.dtype, asked: torch.dtype) -> bool:
@@ -339,8 +432,10 @@ def _run(call: Instr, value: Callable[[Var], Any]) -> Any:
         return FORMULAS[name](*args, **kwargs)
     if name.startswith("aten::_foreach_") and not call.writes and group_size(call) == 1:
         alone = [one[0] if isinstance(one, (list, tuple)) and len(one) == 1 else one for one in args]
+        if name in ("aten::_foreach_addcmul", "aten::_foreach_addcdiv"):
+            *alone, kwargs["value"] = alone if len(alone) > 3 else [*alone, 1]
         if name == "aten::_foreach_norm":
-            order, *dtype = alone[1:]
+            order, *dtype = alone[1:] or [2]
             return [_aten.linalg_vector_norm.default(alone[0], order, dtype=dtype[0] if dtype else None)]
         return [getattr(_aten, name.removeprefix("aten::_foreach_"))(*alone, **kwargs)]
     if call.op in _VIEWS:
