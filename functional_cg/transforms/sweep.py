@@ -50,7 +50,7 @@ def sweep(fn: Callable[..., Any], *, each: str | Collection[str] = ()) -> Callab
       TypeError: If ``fn`` has no argument of a name in ``each``, or one called ``active``.
       LayoutError: If arguments with the member axis have no common first dimension, or are on a mesh, or if ``active``
         is not bool[n].
-      CaptureError: If the function runs a pipeline.
+      CaptureError: If the function runs a pipeline, or a gradient is taken of the sweep: a member takes its own.
 
     Example:
       >>> import torch, functional_cg as fcg

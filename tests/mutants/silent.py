@@ -16,6 +16,7 @@ PRODUCTS = "tests/test_cumulative.py::"
 CONFIRM = "tests/test_confirm.py::"
 TRIAL = "tests/test_trial.py::"
 EXACT = "tests/test_exact_programs.py::"
+SWEEP = "tests/test_sweep_calls.py::"
 NO_GPU = "decided on the host, the same on every device"
 
 SILENT = (
@@ -696,5 +697,52 @@ SILENT = (
             "tests/host/test_results.py::test_row[an object that another one takes the place of]",
         ),
         no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N245",
+        "a number of each member counts as a vector when dtypes are promoted",
+        (("if dtype is not None else {}\n\n        def act", "if False else {}\n\n        def act"),),
+        (f"{SWEEP}test_a_number_of_each_member_promotes_as_that_of_one",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N246",
+        "a gradient that is taken of a sweep is zero",
+        (("    if torch.is_grad_enabled() and any(tensor.requires", "    if False and any(tensor.requires"),),
+        (f"{SWEEP}test_what_would_be_lost_is_refused[its gradient]",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N247",
+        "calls for all members are cast again by an autocast around the sweep",
+        (("            modes.enter_context(torch.autocast(device, enabled=False))\n", "            pass\n"),),
+        (f"{SWEEP}test_autocast_around_a_sweep_casts_once",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N248",
+        "a view that is taken of one member after another is a copy, and what is written into it is lost",
+        (
+            (
+                " - {var.storage for var in call.writes}) & self._written:",
+                " - {var.storage for var in call.writes}) & set():",
+            ),
+        ),
+        (f"{SWEEP}test_what_would_be_lost_is_refused[a write into a view without a rule]",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N249",
+        "infinities that the code writes count as the first fault",
+        (("            elif purpose and not has_nan:\n", "            elif False:\n"),),
+        ("tests/test_nonfinite.py::test_the_first_call_is_named[a softmax over -inf alone-aten-cpu]",),
+        no_gpu="a tool that runs call by call",
+    ),
+    Mutant(
+        "N250",
+        "what came in with NaN is the fault of the first call that reads it",
+        (("            self._from[var.storage] = frozenset({-1})\n", "            pass\n"),),
+        ("tests/test_nonfinite.py::test_a_leaf_that_is_not_finite_before_is_named",),
+        no_gpu="a tool that runs call by call",
     ),
 )
