@@ -66,6 +66,8 @@ _HERE = _table("""
     tree_unflatten | `fcg.tree.unflatten(treedef, leaves)`
     tree_at | `fcg.tree.at(lambda s: s.params["w"], state, value)`
     Module Linear Conv1d Conv2d Dropout LayerNorm BatchNorm1d BatchNorm2d Embedding Sequential Parameter | `torch.nn.NAME`, and `apply, params, buffers = fcg.from_module(model)`
+    debug_nans detect_anomaly set_detect_anomaly find_nonfinite | `train_step.find_nonfinite(state, batch)`
+    ensemble stack_module_state | `fcg.sweep(train_step)`, a step of many models at once
     print | `fcg.debug_print("loss {}", loss)`
     testing report bench examples | `import functional_cg.NAME`
     save_checkpoint | `fcg.save(path, state)`

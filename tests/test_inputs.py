@@ -784,9 +784,10 @@ def test_anomaly_detection_is_refused_while_tracing_and_works_in_an_eager_run() 
         fcg.place({"w": torch.ones(2)}),
     )
     with warnings.catch_warnings(action="ignore"), torch.autograd.detect_anomaly():
-        with pytest.raises(fcg.CaptureError, match=r"detect_anomaly\(\)`(.|\n)*eager"):
+        with pytest.raises(fcg.CaptureError, match=r"detect_anomaly\(\)`(.|\n)*find_nonfinite(.|\n)*eager"):
             step(state, torch.ones(2))
         state, out = step.eager(state, torch.ones(2))
+    assert not step.find_nonfinite(state, torch.ones(2))
     assert out.tolist() == step(state, torch.ones(2))[1].tolist() == [1.0, 1.0]
 
 

@@ -245,13 +245,13 @@ def refuse_anomaly_mode(function: str) -> None:
     """Raise if anomaly detection checks for NaN while a step is traced.
 
     Raises:
-      CaptureError: Naming the eager run.
+      CaptureError: Naming the search for the call.
     """
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
         raise CaptureError.of(
             function,
             "is traced under `torch.autograd.detect_anomaly()`; the state is unchanged.",
             why="It looks at values, which a trace does not have, and a replay would not look again.",
-            fix=f"run one step under it on real values, `{function}.eager(...)`; or return "
-            "`torch.isfinite(loss)` in `metrics`.",
+            fix=f"leave it out, and `{function}.find_nonfinite(...)` names the first call that makes a NaN; or run one "
+            f"step under it on real values, `{function}.eager(...)`.",
         )
