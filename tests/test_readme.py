@@ -70,7 +70,10 @@ def test_the_sweep_runs_and_its_table_is_true(tmp_path: Path, capsys: pytest.Cap
     assert still.tolist() == (losses >= 0.01).tolist()
     with pytest.raises(fcg.LayoutError, match="max_captures=2"):
         step(fcg.tree.take(state, [3, 3, 2, 0]), (x, y))
-    assert len(fcg.graph_step(step.__wrapped__)(fcg.tree.take(state, losses.isfinite()), (x, y))[1]["loss"]) == 16
+    assert (
+        len(fcg.graph_step(step.__wrapped__)(fcg.tree.take(state, losses.isfinite()), (x, y))[1]["loss"])
+        == 16
+    )
     best, median, worst = losses.nanquantile(torch.tensor([0.0, 0.5, 1.0]))
     assert best == losses.min() < median < worst == losses.max()
     found = step.find_nonfinite(state, (x * torch.nan, y))

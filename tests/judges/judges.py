@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from tests.judges import opinfo, optaxes, optimizers
+from tests.judges import members, opinfo, optaxes, optimizers
 from tests.judges.donation import DONATION
 from tests.judges.engines import ENGINES
 from tests.judges.graphs import GRAPHS
@@ -17,6 +17,7 @@ __all__ = ["JUDGES"]
 JUDGES = MappingProxyType(
     {
         "opinfo": opinfo,
+        "members": members,
         "torch.optim": optimizers,
         "optax": optaxes,
         "donation": DONATION,

@@ -21,7 +21,9 @@ import functional_cg as fcg
 from tests.judges.documented import EXACT, UNINITIALISED
 from tests.judges.rows import Row, Verdict, compare, first_line
 
-__all__ = ["JUDGE", "cases", "run"]
+__all__ = [
+    "JUDGE", "Item", "cases", "eagerly", "in_a_step", "items_of", "of_item", "ops", "refusal", "run", "verdict_of",
+]  # fmt: skip
 
 JUDGE = "OpInfo"
 
@@ -92,35 +94,35 @@ class Item:
 
 
 @cache
-def _ops() -> dict[str, Any]:
+def ops() -> dict[str, Any]:
     # 10 seconds, which the other judges do not need.
     from torch.testing._internal.common_methods_invocations import op_db
 
-    ops: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for op in op_db:
         name = op.full_name
-        while name in ops:
+        while name in found:
             name += "'"
-        ops[name] = op
-    return ops
+        found[name] = op
+    return found
 
 
 def cases(device: str) -> list[str]:
     """The names of all ops of the table."""
     del device
-    return list(_ops())
+    return list(ops())
 
 
 def run(case: str, lowering: str, device: str) -> Iterator[Row]:
     """Judge one op with all of its dtypes."""
-    op = _ops()[case]
+    op = ops()[case]
     row = Row(JUDGE, case, lowering, device)
     start = time.monotonic()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         items: list[Item] = []
         for dtype, count in SAMPLES[lowering].items():
-            found, verdicts = _items(op, dtype, count, device)
+            found, verdicts = items_of(op, dtype, count, device)
             row.add(verdicts)
             items += found
         if not items and not row.counts:
@@ -135,7 +137,7 @@ def run(case: str, lowering: str, device: str) -> Iterator[Row]:
 # -- samples ------------------------------------------------------------------------------------------------------
 
 
-def _items(op: Any, dtype: torch.dtype, count: int, device: str) -> tuple[list[Item], list[Verdict]]:
+def items_of(op: Any, dtype: torch.dtype, count: int, device: str) -> tuple[list[Item], list[Verdict]]:
     if dtype not in op.supported_dtypes(device):
         return [], []
     name = str(dtype).removeprefix("torch.")
@@ -243,20 +245,22 @@ def eagerly(item: Item, wide: bool = False) -> list[Tensor]:
     return [x.detach() for x in (*outs, *filled)]
 
 
-def _in_a_step(items: Sequence[Item], lowering: str) -> list[list[Tensor]]:
-    """The same inside of one step."""
+def of_item(item: Item, tensors: list[Tensor]) -> list[Tensor]:
+    """The same for a step to call."""
+    if not item.wanted:
+        return item.call(tensors)
 
-    def of_item(item: Item, tensors: list[Tensor]) -> list[Tensor]:
-        if not item.wanted:
-            return item.call(tensors)
+    def loss_fn(leaves: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        loss, outs = _loss(item, leaves, tensors)
+        assert loss is not None
+        return loss, outs
 
-        def loss_fn(leaves: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-            loss, outs = _loss(item, leaves, tensors)
-            assert loss is not None
-            return loss, outs
+    (_, outs), grads = fcg.value_and_grad(loss_fn, has_aux=True)(_leaves(item, tensors))
+    return [*outs, *grads]
 
-        (_, outs), grads = fcg.value_and_grad(loss_fn, has_aux=True)(_leaves(item, tensors))
-        return [*outs, *grads]
+
+def in_a_step(items: Sequence[Item], lowering: str) -> list[list[Tensor]]:
+    """The results and gradients of items inside of one step."""
 
     def op(inputs: list[list[Tensor]]) -> list[list[Tensor]]:
         return [of_item(item, tensors) for item, tensors in zip(items, inputs, strict=True)]
@@ -271,7 +275,7 @@ def _judge(items: Sequence[Item], lowering: str, *, values: bool, traced: bool =
     if not items:
         return []
     try:
-        results = _in_a_step(items, lowering)
+        results = in_a_step(items, lowering)
     except Exception as error:  # refusals and errors of torch alike
         if len(items) == 1:
             return _alone(items[0], error, lowering, values=values)
@@ -290,41 +294,41 @@ def _judge(items: Sequence[Item], lowering: str, *, values: bool, traced: bool =
             for part in (items[:half], items[half:])
             for verdict in _judge(part, lowering, values=values, traced=traced)
         ]
-    return [_verdict(item, result, values) for item, result in zip(items, results, strict=True)]
+    return [verdict_of(item, result, values) for item, result in zip(items, results, strict=True)]
 
 
 def _traced(items: Sequence[Item]) -> list[tuple[Item, Verdict | None]]:
     """Each item, or the op of it alone, with None; or with the verdict of its refusal."""
     try:
-        _in_a_step(items, "aten")
+        in_a_step(items, "aten")
     except Exception as error:  # of whatever kind: the compiled step has the last word
         if len(items) > 1:
             half = len(items) // 2
             return _traced(items[:half]) + _traced(items[half:])
         [item] = items
-        refusal = _refusal(item, error)
-        if refusal.outcome != "refused":
+        verdict = refusal(item, error)
+        if verdict.outcome != "refused":
             return [(item, None)]
-        return [(item, refusal), *(_traced([item.without_gradients()]) if item.wanted else [])]
+        return [(item, verdict), *(_traced([item.without_gradients()]) if item.wanted else [])]
     return [(item, None) for item in items]
 
 
 def _alone(item: Item, error: Exception, lowering: str, *, values: bool) -> list[Verdict]:
     """The verdicts of an item whose step raises: with its gradients, and the op alone."""
-    verdict = _refusal(item, error)
+    verdict = refusal(item, error)
     if not item.wanted:
         return [verdict]
     rest = _judge([item.without_gradients()], lowering, values=values)
     return rest if rest[-1].outcome == verdict.outcome else [verdict, *rest]
 
 
-def _refusal(item: Item, error: Exception) -> Verdict:
+def refusal(item: Item, error: Exception) -> Verdict:
     refused = isinstance(error, fcg.FunctionalCGError) and not isinstance(error, fcg.MiscompileError)
     why = f"{'gradient: ' if item.wanted else ''}{type(error).__name__}: {first_line(error)}"
     return Verdict("refused" if refused else "DIFFERS", item.where, why)
 
 
-def _verdict(item: Item, result: list[Tensor], values: bool) -> Verdict:
+def verdict_of(item: Item, result: list[Tensor], values: bool) -> Verdict:
     if len(result) != len(item.expected):
         return Verdict("DIFFERS", item.where, f"{len(result)} results, expected {len(item.expected)}")
     first = len(result) - len(item.wanted)
