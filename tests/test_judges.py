@@ -101,7 +101,7 @@ def test_ops_are_as_eager() -> None:
         for case in ("index_fill", "ldexp", "nn.functional.layer_norm"):
             [row] = worker.ask(("members", case, "aten"), "cpu", seconds=120)
             assert not {"DIFFERS", "refused"} & row["counts"].keys(), row["notes"]
-            assert row["counts"]["equal"] > 5
+            assert row["counts"]["equal"] + row["counts"].get("rounded", 0) > 3
     finally:
         worker.stop()
 
