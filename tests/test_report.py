@@ -765,7 +765,7 @@ def test_losses_of_a_sweep_are_a_line_for_each_member() -> None:
     ax = report.loss_curves({"rates": losses})
     assert [line.get_ydata()[0] for line in ax.lines] == [3.0, 2.0, 1.0]
     assert [line.get_linewidth() > 1 for line in ax.lines] == [False, True, False]
-    assert legend(ax) == ["rates"]
+    assert legend(ax) == ["rates, 1 of 3 not finite"]
     ax = report.members(losses[-1], torch.tensor([0.25, 0.5, 1.0]), name="rate")
     finite, lost = ax.lines
     assert (list(finite.get_ydata()), list(lost.get_xdata())) == ([2.0, 0.5], [1.0])

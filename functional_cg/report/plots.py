@@ -133,7 +133,7 @@ def loss_curves(curves: Mapping[str, Sequence[Any]], *, ax: Axes | None = None) 
 
     Args:
       curves: Losses of each run by name: floats, or tensors as a step returns them, f[] or f[n] for n members. The
-        line of the member that ends lowest is thick.
+        line of the member that ends lowest is thick, and the legend counts those that end at NaN or infinity.
       ax: Where to draw; a new figure by default.
     Returns:
       The axes; runs differ in dash and colour.
@@ -157,11 +157,14 @@ def loss_curves(curves: Mapping[str, Sequence[Any]], *, ax: Axes | None = None) 
     ax = ax or _axes(3.2)
     shades = colors(curves)
     for (name, losses), dash in zip(curves.items(), _cycled(_DASHES, len(curves)), strict=True):
+        shade = shades[name]
         values = torch.stack(list(map(_numbers, losses)))
         best, times = _least(values[-1]), range(1, len(values) + 1)
+        lost = int((~values[-1].isfinite()).sum())
+        name += f", {lost} of {values.shape[1]} not finite" if lost and values.shape[1] > 1 else ""
         for number, of_one in enumerate(values.unbind(1)):
             label, width = (name, 1.5) if number == best else ("_", 0.5)
-            ax.plot(times, of_one, dash, color=shades[name], label=label, linewidth=width)
+            ax.plot(times, of_one, dash, color=shade, label=label, linewidth=width)
         if values.shape[1] > 1:
             _spread_out(ax, values)
     ax.set(xlabel="call of the step", ylabel="loss", title="loss by call")
