@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
 from tests.compiled_graphs import ON_A_GPU
+from tests.pipelines.programs import Run, made, rows
 from tests.sharding.programs import Setting, mlp_batch, mlp_state, mlp_step
 from tests.sharding.ranks import on_ranks
 
@@ -252,9 +253,36 @@ def look(device: str) -> list[str]:
     return [str(step.find_nonfinite(state, batch)) for batch in batches]
 
 
+def look_in_stages(device: str) -> list[str]:
+    run = Run("1f1b", ())
+    _, state, train_step = made(run, {"stage": 2}, device)
+    step = fcg.graph_step(train_step, lowering="aten")
+    fine = str(step.find_nonfinite(state, rows(0, 0)))
+    bad = fcg.tree.at(
+        lambda s: s.params["emb"], state, fcg.tree.map(lambda p: p * torch.nan, state.params["emb"])
+    )
+    return [fine, str(step.find_nonfinite(bad, rows(0, 0)))]
+
+
 def test_several_ranks_look_together() -> None:
     (fine, other), (_, mine) = on_ranks(2, look, "cpu")
     assert fine == "mlp_step: all results are finite"
     assert "given: batch['x']  f32[4,5]  nan in 20 of 20, first at [0, 0]" in mine
     assert "given: from another rank, at programs.py:" in other
     assert "first call" not in mine + other
+
+
+def test_stages_of_a_pipeline_look_together() -> None:
+    (fine, mine), (_, other) = on_ranks(2, look_in_stages, "cpu")
+    assert fine == "train_step: all results are finite"
+    assert "given: state.params['emb']  f32[" in mine
+    assert "given: from another rank, at programs.py:" in other
+    assert "state.params['emb']" not in other
+    assert "  then" not in mine + other
+
+
+def test_bits_that_are_read_as_numbers_are_no_fault_of_the_view() -> None:
+    step = fcg.graph_step(lambda state, x: ({"w": state["w"] + x.view(torch.float32)}, {}))
+    found = step.find_nonfinite({"w": torch.ones(1)}, torch.tensor([torch.nan]).view(torch.int32))
+    assert not found.calls
+    assert found.given[0].startswith("from bits that are read as numbers, at test_nonfinite.py:")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..call.signature import Call
 from ..shards.peers import among, on_any, together
-from ..shards.transfers import is_between_ranks
+from ..shards.transfers import WAITS, is_between_ranks
 from ..stages.evaluate import assigned, evaluate, quiet
 from ..stages.lifetimes import last_uses
 from ..stages.plan import Buffers
@@ -140,6 +140,7 @@ class _Search:
         ]
         self._names: Mapping[Var, str] = dict([*named, *constants])
         self._phases = phases(program.instrs)
+        self._ranks = any(is_between_ranks(instr.op) for instr in program.instrs)
         # By storage: the calls that it comes from, -1 for what was given. And those with infinities on purpose.
         self._from: dict[int, frozenset[int]] = {}
         self._on_purpose: set[int] = set()
@@ -198,7 +199,7 @@ class _Search:
             for var, one in assigned(instr.out, evaluate(instr, values.__getitem__))
             if one is not None
         )
-        if between and instr.name != "wait_tensor":
+        if between and instr.op not in WAITS:
             self._from |= {var.storage: come_from for var in (*instr.outputs(), *instr.writes) if come_from}
             return
         if instr.name.removeprefix("new_").startswith("empty"):
@@ -211,17 +212,16 @@ class _Search:
                 if var.fills:
                     self._from.pop(var.storage, None)
                     self._on_purpose.discard(var.storage)
-            elif come_from:
-                self._from[var.storage] = self._from.get(var.storage, frozenset()) | come_from
-            elif purpose and not has_nan:
+            elif purpose and not (has_nan or come_from):
                 self._on_purpose.add(var.storage)
             else:
-                self._from[var.storage] = self._from.get(var.storage, frozenset()) | {
-                    -1 if between else number
-                }
-                if between:
-                    self._given.append(f"from another rank, at {instr.origin.line}")
-                elif number not in self._calls:
+                arrived = between or instr.is_view  # a view of bytes, as which numbers are sent
+                new = come_from or {-1 if arrived else number}
+                self._from[var.storage] = self._from.get(var.storage, frozenset()) | new
+                if arrived and not come_from:
+                    source = "another rank" if self._ranks else "bits that are read as numbers"
+                    self._given.append(f"from {source}, at {instr.origin.line}")
+                elif not come_from and number not in self._calls:
                     self._calls[number] = self._named(instr, var, values[var], reads)
 
     def _named(self, instr: Instr, var: Var, made: Tensor, reads: Mapping[Var, Tensor]) -> NonfiniteCall:
@@ -245,8 +245,8 @@ class _Search:
 
 
 def _holds(tensor: Tensor) -> tuple[bool, bool]:
-    """Whether a tensor holds NaN, and whether it holds infinities."""
-    if tensor.itemsize < 2 or not (tensor.is_floating_point() or tensor.is_complex()):
+    """Whether a tensor holds NaN, and whether it holds infinities; one of another stage has no values here."""
+    if tensor.is_meta or tensor.itemsize < 2 or not (tensor.is_floating_point() or tensor.is_complex()):
         return False, False
     if bool(tensor.isfinite().all()):
         return False, False
@@ -263,7 +263,7 @@ def _has_infinity(arguments: Iterable[Any]) -> bool:
 
 def _contents(tensor: Tensor) -> str:
     """Return in words how many elements are not finite, where the first of them is, and the range of the others."""
-    if not tensor.numel() or (tensor.itemsize < 2 and tensor.is_floating_point()):
+    if tensor.is_meta or not tensor.numel() or (tensor.itemsize < 2 and tensor.is_floating_point()):
         return ""
     numbers = tensor.abs() if tensor.is_complex() else tensor
     if not numbers.is_floating_point():

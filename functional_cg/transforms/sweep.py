@@ -90,8 +90,9 @@ def sweep(fn: Callable[..., Any], *, each: str | Collection[str] = ()) -> Callab
         bound = signature.bind(*args, **kwargs)
         trees = {argument: bound.arguments[argument] for argument in own if argument in bound.arguments}
         leaves, treedef = pytree.flatten(trees)
-        names = [path_string(path[1:], str(path[0]).strip("[]'")) for path in treedef.paths()]
-        count = _members(name, own[0], names, leaves)
+        owners = [str(path[0]).strip("[]'") for path in treedef.paths()]
+        names = [path_string(path[1:], of) for path, of in zip(treedef.paths(), owners, strict=True)]
+        count = _members(name, [of == own[0] for of in owners], names, leaves)
         _check_active(name, active, count)
         returned = _Returned()
 
@@ -152,20 +153,19 @@ def _check_active(function: str, active: Any, count: int) -> None:
         )
 
 
-def _members(function: str, state: str, names: Sequence[str], leaves: Sequence[Any]) -> int:
+def _members(function: str, is_state: Sequence[bool], names: Sequence[str], leaves: Sequence[Any]) -> int:
     """Return the number of members.
 
     Args:
       function: Name of the swept function.
-      state: Name of its first argument.
-      names: Of the leaves with the member axis, each with that of its argument in front.
-      leaves: Those leaves.
+      is_state: Whether each leaf with the member axis is of the first argument.
+      names: Of these leaves, each with that of its argument in front.
+      leaves: The leaves.
 
     Raises:
       LayoutError: If leaves have none, or another one than others.
     """
     sizes = [leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else 0 for leaf in leaves]
-    is_state = [name[: len(state) + 1].rstrip(".[") == state for name in names]
     of_state = [size for size, one in zip(sizes, is_state, strict=True) if one] or sizes
     count = max(of_state, key=of_state.count, default=0)
     shown = count if count and 2 * of_state.count(count) > len(of_state) else "n"

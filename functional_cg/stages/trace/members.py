@@ -346,9 +346,8 @@ class _Members:
 
             def value(var: Var, number: int = number) -> Tensor:
                 one = self._value(var)[number] if var in own else self._value(var)
-                return (
-                    one.clone() if call.op in _ONE_BY_ONE else one
-                )  # some count places from the storage's first
+                # `as_strided_scatter` counts places from the first of the memory.
+                return one.clone() if call.op in _ONE_BY_ONE else one
 
             pairs = [*assigned(call.out, _run(call, value))]
             made = [var for var, one in pairs if one is not None]
