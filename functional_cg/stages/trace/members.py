@@ -338,7 +338,7 @@ class _Members:
                 "writes into a view that torch cannot take of all members of a sweep.",
                 rows=[f"{call.op}, at {call.site}"],
                 why="There is no batching rule for it, and what is written into a copy is lost.",
-                fix="write into a copy, `x.clone()`.",
+                fix="write into the tensor itself; or, if it need not see it, into a copy, `x.clone()`.",
             )
         columns: list[list[Tensor]] = []
         made: list[Var] = []
