@@ -71,6 +71,9 @@ _ON_HOST: Mapping[str, Any] = MappingProxyType(
 # cannot overwrite what both read. It counts conversions, too, and each call in half precision makes up to six.
 _IN_HALVES: Mapping[str, Any] = MappingProxyType({"realize_opcount_threshold": 64})
 
+# Where a number on a CPU meets a GPU, the folding of uniform values computes a product of one element on each.
+_ON_BOTH: Mapping[str, Any] = MappingProxyType({"joint_graph_constant_folding": False})
+
 
 def start_workers() -> None:
     """Start what a compilation for a GPU waits for, and return at once.
@@ -184,13 +187,18 @@ def _made(module: fx.GraphModule) -> Any:
     register_lowerings()
     rounds = keep_roundings(module.graph)
     last = compiler_pass(signatures(module.graph))
+    values = [node.meta.get("val") for node in module.graph.nodes]
+    devices = {value.device for value in values if isinstance(value, Tensor)}
     keep_signs(module.graph)
     module.recompile()  # torch looks up compiled graphs by the module's code
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     outputs: Any = module.graph.output_node().args[0]
     extra: Any = compile_fx.create_compiler_config_extra
     (asked,) = inspect.signature(extra).parameters  # torch 2.11 asks for its options, 2.13 for the graph
-    with config.patch({"post_grad_custom_post_pass": last, **(_IN_HALVES if rounds else {})}):
+    options = {"post_grad_custom_post_pass": last, **(_IN_HALVES if rounds else {})}
+    if len(devices) > 1:
+        options |= _ON_BOTH
+    with config.patch(options):
         return compile_fx.compile_fx_forward(
             module,
             inputs,

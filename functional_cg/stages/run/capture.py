@@ -183,7 +183,7 @@ class CUDABackend:
 
         return record
 
-    def _graph(self, run: Run, nbytes: int = 0, multiplies: bool = False) -> _GraphReplay:  # noqa: FBT001, FBT002
+    def _graph(self, run: Run, segments: Sequence[int] = (), multiplies: bool = False) -> _GraphReplay:  # noqa: FBT001, FBT002
         graph = torch.cuda.CUDAGraph()
         if not self._is_shared():
             self._pool = torch.cuda.graph_pool_handle()
@@ -198,7 +198,7 @@ class CUDABackend:
                     graph, pool=self._pool, stream=self._streams[1], capture_error_mode="thread_local"
                 ),
             ):
-                _take(nbytes, self._device, multiplies=multiplies)
+                _take(segments, self._device, multiplies=multiplies)
                 static = run(())
         except BaseException as error:
             _abandon(graph, self._pool, self._device)
@@ -310,13 +310,13 @@ class _Streams(Lanes):
         self._events[unit] = torch.cuda.current_stream().record_event()
 
 
-def _take(nbytes: int, device: torch.device, *, multiplies: bool) -> None:
-    """Let a capture that has begun take bytes at once, if there is room; where there is none, there may be for less."""
-    if nbytes:
+def _take(segments: Sequence[int], device: torch.device, *, multiplies: bool) -> None:
+    """Let a capture that has begun take segments, if there is room; where there is none, there may be for less."""
+    if segments:
         if multiplies:
             torch.cuda.current_blas_handle()  # takes its workspace, which else would lie in the way until the end
         with contextlib.suppress(torch.OutOfMemoryError):
-            torch.empty(nbytes, dtype=torch.uint8, device=device)
+            _ = [torch.empty(size, dtype=torch.uint8, device=device) for size in segments]
 
 
 def _first(error: Exception) -> Exception:

@@ -2,16 +2,17 @@
 
 torch's allocator takes a segment of its own for each large value that fits into no free block, and never joins two
 segments. Values of several sizes that live as long as a pipeline's activations leave a quarter of that memory unused.
-Of one large segment the allocator cuts blocks, and joins those that are free again. How many gaps are left then changes
-with each MiB of the segment, and for no simple reason: the best size is searched for, by a simulation.
+Of a few large segments the allocator cuts blocks, and joins those that are free again. How many gaps are left then
+changes with each MiB of a segment, and for no simple reason: the best sizes are searched for, by a simulation.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from random import Random
 
 from ...concurrency.garbage import no_garbage_collection
 from ..branches.listing import Timeline
@@ -31,39 +32,49 @@ _UNIT = 2 * _MIB  # of a segment
 _MIDDLE = 10 * _MIB  # below which values lie in segments of 20 MiB
 _LEAST = 32 * _MIB  # of temporaries that are worth it
 _ENOUGH = 1.01  # of the bytes that live at most: what is taken then is not tried further
-_SIZES = (0.9, 1.05)  # of the bytes that live at most: between them the sizes are tried
-_TRIES = 150
+_SIZES = (0.95, 1.05)  # of the bytes that live at most: between them the sizes are tried
+_SEGMENTS = 3  # at most
+_SIMULATED = 600_000  # events of all tries together, at most
+_VARIED = 0.6  # of the tries: the best so far, with one segment up to so many units smaller or larger
+_UNITS = 16
 _BESIDE = -1  # in place of memory: what a kernel takes while it runs
 
 
 @no_garbage_collection()
-def at_once(plan: Plan) -> tuple[int, bool]:
-    """Return the bytes to take at once for the large temporaries of a plan, and whether it multiplies matrices.
+def at_once(plan: Plan) -> tuple[Sequence[int], bool]:
+    """Return the bytes of segments to take for the large temporaries of a plan, and whether it multiplies matrices.
 
-    With these bytes least is taken, of those that are tried; they are 0 where temporaries are unknown, or few.
+    With these segments least is taken, of those that are tried; there are none where temporaries are unknown, or few.
     """
     if plan.compiled or plan.temporaries:  # lanes share no memory
-        return 0, False
+        return [], False
     found = events(plan)
-    peak, best = highest(found), 0
+    peak, draw = highest(found), Random(0)
     if peak < _LEAST:
-        return 0, False
-    least = taken(found)
-    start, stop = (int(peak * share) for share in _SIZES)
-    for size in range(_whole(start, _UNIT), stop, _whole((stop - start) // _TRIES, _UNIT) or _UNIT):
+        return [], False
+    least, best = taken(found), list[int]()
+    for number in range(_SIMULATED // len(found)):
         if least <= peak * _ENOUGH:
             break
-        if (total := taken(found, size, least)) < least:
-            least, best = total, size
+        if best and draw.random() < _VARIED:
+            tried = [*best]
+            tried[draw.randrange(len(best))] += draw.choice((-_UNIT, _UNIT)) * draw.randint(1, _UNITS)
+        else:
+            whole = peak * draw.uniform(*_SIZES)
+            cuts = sorted(draw.uniform(0, whole) for _ in range(number % _SEGMENTS))
+            tried = [_whole(int(end - start), _UNIT) for start, end in pairwise([0, *cuts, whole])]
+        tried = [max(size, _MIDDLE) for size in tried]
+        if (total := taken(found, tried, least)) < least:
+            least, best = total, tried
     return best, any(map(flops_of, each_once([*plan.schedule.head, *plan.schedule.fused])))
 
 
-def taken(found: Sequence[Event], first: int = 0, limit: float = math.inf) -> int:
+def taken(found: Sequence[Event], first: Iterable[int] = (), limit: float = math.inf) -> int:
     """Return the bytes that torch's allocator takes from the device: segments, of which it cuts the best fit.
 
     Args:
       found: What is allocated and freed.
-      first: Bytes of a segment that is there before.
+      first: Bytes of the segments that are there before.
       limit: From which on it does not matter how many more: some number that is not below it is returned.
     """
     total, blocks = 0, dict[Memory, tuple[int, int]]()
@@ -83,8 +94,10 @@ def taken(found: Sequence[Event], first: int = 0, limit: float = math.inf) -> in
     def remove(start: int, size: int) -> None:
         del gaps[bisect_left(gaps, (size, start))], starting[start], ending[start + size]
 
-    if first:
-        segment(first)
+    for size in first:
+        segment(size)
+    if total >= limit:
+        return total
     for memory, size in found:
         if size < 0:
             start, size = blocks.pop(memory)
