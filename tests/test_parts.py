@@ -327,26 +327,48 @@ def test_the_gradient_of_a_large_loss_lies_in_the_memory_of_the_logits() -> None
     assert len(losses) == 1
 
 
-def test_a_gradient_lives_no_longer_than_the_part_that_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part updates the leaves of its gradients: they do not wait for the end of the backward."""
+def plan_of_layers(monkeypatch: pytest.MonkeyPatch, *, half: bool) -> Any:
+    """The plan on a GPU of six layers whose output has the weight of their input, with AdamW, in parts."""
     monkeypatch.setattr(parts, "_WORTH", 2)
     monkeypatch.setattr(repeats, "_LOSS", 2)
 
     def train_step(state: fcg.TrainState, x: Any) -> Any:
-        def loss_fn(layers: Any) -> Any:
-            h = x
-            for a, b, c in layers:
-                h = torch.tanh(h @ a + b) * 1.5 + h * 0.5
-                h = torch.sin(h @ c) * 0.7 - h.cos()
-            return h.square().mean()
+        def loss_fn(params: Any) -> Any:
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                h = x * params["tied"].mean(0)
+                for a, b, c in params["layers"]:
+                    h = torch.tanh(h @ a + b) * 1.5 + h * 0.5
+                    h = torch.sin(h @ c) * 0.7 - h.cos()
+                return (h @ params["tied"].t()).square().mean()
 
         loss, grads = fcg.value_and_grad(loss_fn)(state.params)
         return state.apply_gradients(grads), {"loss": loss}
 
     layers = [(torch.zeros(64, 64), torch.zeros(64), torch.zeros(64, 64)) for _ in range(6)]
-    state = fcg.TrainState.create(params=layers, optimizer=fcg.optim.adamw(0.01, weight_decay=0.1))
+    params = {"tied": torch.zeros(64, 64), "layers": layers}
+    state = fcg.TrainState.create(params=params, optimizer=fcg.optim.adamw(0.01, weight_decay=0.1))
     low = fcg.graph_step(train_step, lowering="aten").lower(state, torch.ones(4, 64))
     options = Options(branches=1, compile_once=True)
     plan = lower(low.program, torch.device("cuda"), options, low.reference)
     assert len(plan.heads) > 1
-    assert plan.timeline.peak < sum(leaf.nbytes for layer in layers for leaf in layer) / 2
+    return plan
+
+
+def test_a_gradient_lives_no_longer_than_the_part_that_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part updates the leaves of its gradients: they do not wait for the end of the backward."""
+    plan = plan_of_layers(monkeypatch, half=False)
+    assert plan.timeline.peak < 6 * (2 * 64 + 1) * 64 * 4 / 2
+
+
+def test_a_part_casts_to_a_wider_dtype_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one part makes in half precision, another one reads in half precision: of that there is half as much."""
+    plan = plan_of_layers(monkeypatch, half=True)
+    widened = {
+        instr.out
+        for instr in plan.schedule.head
+        if instr.op is torch.ops.aten._to_copy.default
+        and instr.out.spec.nbytes > instr.inputs()[0].spec.nbytes
+    }
+    read = {var for head in plan.heads for var in head.takes}
+    assert widened
+    assert not widened & read

@@ -1,13 +1,14 @@
 """Compile equal parts of a program once: sub-programs, or what lies between cuts where it repeats itself.
 
 A part is what one compiled function runs. Between parts, values lie in memory as they were made. A view of a whole
-value is taken again inside of each part that reads it; a view of a piece, such as a layer of stacked weights, is taken
-outside, so that parts that read other pieces are equal.
+value is taken again inside of each part that reads it, and a cast to a wider dtype is made again: a kernel that reads
+the narrow value reads less. A view of a piece, such as a layer of stacked weights, is taken outside, so that parts that
+read other pieces are equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TypeVar
@@ -31,6 +32,7 @@ __all__ = ["by_sub_programs", "in_parts"]
 
 T = TypeVar("T")
 
+_CAST = torch.ops.aten._to_copy.default
 _WORTH = 0.75  # of the calls may be left to compile; else one function is compiled faster
 
 
@@ -129,6 +131,7 @@ class _Values:
       plan: Its schedule.
       calls: What parts compute: the calls of its head without checks and views.
       views: The views of its head, by the variables that they make.
+      again: What a part makes itself rather than read it: views, and casts to a wider dtype.
       static: Storages of slots, inputs and constants.
       written: Storages that some call writes in place.
       outside: What is read outside of the parts: by checks, by calls of the commit, and what leaves the step.
@@ -137,6 +140,7 @@ class _Values:
     plan: Schedule
     calls: list[Instr]
     views: dict[Var, Instr]
+    again: dict[Var, Instr]
     static: set[int]
     written: set[int]
     outside: list[Var]
@@ -149,19 +153,16 @@ class _Values:
         made = {var for instr in plan.head for var in instr.outputs()}
         others = [*(instr for instr in plan.head if instr.checks), *plan.fused]
         outside = [*plan.outputs, *(var for instr in others for var in instr.inputs() if var in made)]
-        return cls(plan, calls, views, {var.storage for var in known}, written_storages(plan.head), outside)
+        written = written_storages(plan.head)
+        again = views | {instr.out: instr for instr in calls if _widens(instr, written)}
+        return cls(plan, calls, views, again, {var.storage for var in known}, written, outside)
 
-    def views_to(self, wanted: Iterable[Var], at_hand: Collection[Var] = ()) -> list[Instr]:
-        """Return the views that lead from memory, or from what is at hand, to variables, in order."""
-        found: dict[Instr, None] = {}
-        for var in wanted:
-            if var in self.views and var not in at_hand:
-                view = self.views[var]
-                found |= dict.fromkeys([*self.views_to(view.inputs(), at_hand), view])
-        return list(found)
+    def views_to(self, wanted: Iterable[Var]) -> list[Instr]:
+        """Return the views that lead from memory to variables, in order."""
+        return _leading_to(wanted, self.views)
 
     def with_views(self, calls: Sequence[Instr], wanted: Sequence[Var] = ()) -> list[Instr]:
-        """Return the calls of a part with the views that it takes itself, each in front of its first reader.
+        """Return the calls of a part with what it makes again, each in front of its first reader.
 
         Args:
           calls: The calls.
@@ -170,8 +171,28 @@ class _Values:
         pieces = _pieces(calls)
         found: dict[Instr, None] = {}
         for instr in calls:
-            found |= dict.fromkeys([*self.views_to(instr.inputs(), pieces), instr])
-        return list(found | dict.fromkeys(self.views_to(wanted, pieces)))
+            found |= dict.fromkeys([*_leading_to(instr.inputs(), self.again, pieces), instr])
+        return list(found | dict.fromkeys(_leading_to(wanted, self.again, pieces)))
+
+
+def _leading_to(
+    wanted: Iterable[Var], makers: Mapping[Var, Instr], at_hand: Collection[Var] = ()
+) -> list[Instr]:
+    """Return those of some calls that lead from memory, or from what is at hand, to variables, in order."""
+    found: dict[Instr, None] = {}
+    for var in wanted:
+        if var in makers and var not in at_hand:
+            made = makers[var]
+            found |= dict.fromkeys([*_leading_to(made.inputs(), makers, at_hand), made])
+    return list(found)
+
+
+def _widens(instr: Instr, written: Collection[int]) -> bool:
+    """Whether a call casts a value that does not change to a wider dtype."""
+    if instr.op is not _CAST:
+        return False
+    (source,) = instr.inputs()
+    return source.storage not in written and instr.out.spec.nbytes > source.spec.nbytes
 
 
 def _pieces(calls: Sequence[Instr]) -> set[Var]:
