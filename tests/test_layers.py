@@ -6,6 +6,7 @@ Each checker takes source text and returns what is wrong with it, so each is sho
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,6 +206,13 @@ def inside(dotted: str) -> str | None:
     return dotted.removeprefix(PACKAGE + ".") if dotted.startswith(PACKAGE + ".") else None
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """Return the tree of a source; rules share it."""
+    return ast.parse(source)
+
+
+@functools.cache
 def imports(source: str, module: str, known: frozenset[str], *, is_folder: bool = False) -> list[Import]:
     """List the imports of the package's own modules, those of ``if TYPE_CHECKING`` included."""
     found: list[Import] = []
@@ -235,7 +243,7 @@ def imports(source: str, module: str, known: frozenset[str], *, is_folder: bool 
         for child in ast.iter_child_nodes(node):
             visit(child, deferred=deferred)
 
-    visit(ast.parse(source), deferred=False)
+    visit(parsed(source), deferred=False)
     return found
 
 
@@ -317,7 +325,7 @@ def door_violations(source: str, module: str) -> list[str]:
     """Say where a name is used that belongs to one file only."""
     wrong = {
         f"{module}:{line} uses {door}, which belongs to {' and '.join(owners)}"
-        for line, name in dotted_names(ast.parse(source))
+        for line, name in dotted_names(parsed(source))
         for door, owners in DOORS.items()
         if module not in owners and (name == door or name.startswith(door + "."))
     }
@@ -327,7 +335,7 @@ def door_violations(source: str, module: str) -> list[str]:
 def address_violations(source: str, module: str) -> list[str]:
     """Say where ``data_ptr`` is asked for. To define it, so that it raises, is fine."""
     wrong = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         attribute = isinstance(node, ast.Attribute) and node.attr == "data_ptr"
         by_name = (
             isinstance(node, ast.Call)
@@ -342,7 +350,7 @@ def address_violations(source: str, module: str) -> list[str]:
 def swallow_violations(source: str, module: str) -> list[str]:
     """Say where exceptions vanish: a bare ``except``, or all of them caught and nothing done."""
     wrong = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.ExceptHandler):
             caught = [
                 last_part(part)
@@ -446,7 +454,7 @@ def assignments(body: list[ast.stmt]) -> Iterator[tuple[str, ast.expr, int]]:
 
 def mutable_violations(source: str, module: str) -> list[str]:
     """Say where a module or a class keeps something that changes, or a function rebinds a global."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     frozen = frozen_calls(tree)
     wrong = [
         f"{module}:{line} `{name}` is mutable and lives as long as the module"
