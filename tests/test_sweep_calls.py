@@ -70,10 +70,7 @@ def test_a_number_of_each_member_promotes_as_that_of_one(
         fcg.graph_step(step, lowering="aten")(fcg.tree.map(torch.clone, states[0]), x)
     except Exception:  # torch has no such kernel
         return
-    # Kernels of half precision on a CPU compute with a number before it is rounded.
-    half = {dtype, of_number} & {torch.bfloat16, torch.float16}
-    loose = name in ARITHMETIC and half and dtype is not of_number
-    agrees(step, states, x, rtol=2e-2 if loose else 1e-6, atol=1.0 if loose and "floor" in name else 0.0)
+    agrees(step, states, x, rtol=1e-6)
 
 
 def test_a_sum_in_place_rounds_as_that_of_one() -> None:

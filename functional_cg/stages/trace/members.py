@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from ...tensors.aten import only_batching_rules
 from ...tensors.op_table import row_of
 from ..blocks import Blocks
 from ..evaluate import AS_STRIDED, assigned
+from ..fx_passes.rounding import HALF
 from ..passes.formulas import FORMULAS
 from ..passes.fused import at_places, group_size
 from ..program import Instr, Program, Report, Var, map_vars, vars_in, written_storages
@@ -235,7 +236,7 @@ class _Members:
         else:
             for part in _parts(call):
                 found = self._as_rows(part, own)
-                if found is None and part.op not in _ONE_BY_ONE:
+                if found is None and part.op not in _ONE_BY_ONE and not _is_unrounded(part, own):
                     found = self._batched(part, own)
                 self._values.update(self._one_by_one(part, own) if found is None else found)
 
@@ -374,7 +375,8 @@ def _computed_in(call: Instr) -> torch.dtype | None:
     """
     read = {var.spec.dtype for var in call.inputs()}
     numbers = _numbers(call)
-    if len(read) < 2 or not numbers or not (call.by_element or call.name.startswith("_foreach_")):
+    by_element = call.by_element or row_of(call.op).untagged or call.name.startswith("_foreach_")
+    if len(read) < 2 or not numbers or not by_element:
         return None
     dims = [var.spec.dtype for var in call.inputs() if var.spec.shape and var.spec.dtype is not torch.bool]
     number = functools.reduce(torch.promote_types, [var.spec.dtype for var in numbers])
@@ -385,6 +387,16 @@ def _computed_in(call: Instr) -> torch.dtype | None:
         found = torch.promote_types(found, number)
     makes = next((var.spec.dtype for var in call.outputs()), found)
     return makes if _category(makes) > _category(found) else found
+
+
+def _is_unrounded(call: Instr, own: Collection[Var]) -> bool:
+    """Whether a call computes in half precision with a member's own number, of which a kernel on a CPU rounds nothing.
+
+    A batching rule would round it first. Kernels of a GPU do so, too.
+    """
+    dtype = _computed_in(call)
+    numbers = [var for var in _numbers(call) if var in own and var.spec.device.type == "cpu"]
+    return dtype in HALF and any(var.spec.dtype not in (dtype, torch.bool) for var in numbers)
 
 
 def _category(dtype: torch.dtype) -> int:
