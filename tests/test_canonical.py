@@ -18,6 +18,7 @@ from functional_cg.stages.fx_passes.canonical import (
     pick_by_comparison,
     softmax_by_rows,
 )
+from functional_cg.stages.fx_passes.cross_entropy import suit
 from tests.compiled_graphs import assert_same_results, graph_of
 
 aten = torch.ops.aten
@@ -110,12 +111,15 @@ def test_log_softmax_over_another_dimension_is_left_alone() -> None:
     assert call.meta["spec"].shape == (2, 3, 7)
 
 
-def test_views_carry_the_narrower_dtype() -> None:
+@pytest.mark.parametrize("change", [narrow_views, suit])
+def test_views_carry_the_narrower_dtype(change: Any) -> None:
+    """In every graph for a GPU, whether or not it has a large loss."""
+
     def loss(logits: Tensor, y: Tensor) -> Tensor:
         wide = logits.bfloat16().float().view(3, 2, 7).view(-1, 7)
         return wide.square().sum()
 
-    made = graph(loss, *data(2, 3), narrow_views)
+    made = graph(loss, *data(2, 3), change)
     views = [node for node in made.nodes if node.target in VIEWS and "spec" in node.meta]
     assert {view.meta["spec"].dtype for view in views if view.meta["spec"].numel == 42} >= {torch.bfloat16}
     for view in views:

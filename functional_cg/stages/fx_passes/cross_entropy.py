@@ -117,21 +117,23 @@ for _name, _cpu, _fake in (
 
 
 def suit(graph: fx.Graph) -> None:
-    """Change a graph in place as suits a GPU: gathers' gradients by comparison, large losses by kernels."""
+    """Change a graph in place as suits a GPU: gathers' gradients by comparison, narrow views, losses by kernels."""
     pick_by_comparison(graph)
     rewrite_losses(graph)
 
 
 def rewrite_losses(graph: fx.Graph) -> None:
-    """Rewrite the losses of a graph whose logits are a large product that nothing else reads.
+    """Narrow a graph's views, and rewrite the losses whose logits are a large product that nothing else reads.
+
+    Views of wide values keep calls by element of one shape from others of the same, which then share no kernel: a norm
+    that is computed again for the gradient of a weight, and the norm's own gradient.
 
     Args:
       graph: The graph; its nodes have their ``spec`` in ``meta``.
     """
-    if not _large(graph):
-        return
-    softmax_in_fp32(graph)
-    softmax_by_rows(graph)
+    if _large(graph):
+        softmax_in_fp32(graph)
+        softmax_by_rows(graph)
     narrow_views(graph)
     products: dict[fx.Node, list[fx.Node]] = {}
     for start in _large(graph):
