@@ -17,7 +17,7 @@ import torch
 from functional_cg.nn.originals import fixed_tensors
 from functional_cg.stages.run.poison import Poisoned
 from functional_cg.step.verify import Shadow
-from tests.bench import debug, dropout, measure, members, watch
+from tests.bench import debug, dropout, kernels, measure, members, watch
 from tests.bench.__main__ import main
 from tests.bench.jax_sharded import mean_and_losses
 from tests.bench.many import first_call
@@ -519,3 +519,13 @@ def test_a_step_of_the_bench_watches_each_value() -> None:
     for _, make in watch._KINDS:
         assert watched(make(8)) >= watched(make(0)) + 7
     assert len(watch._constants(8)._constants.named()) == 8
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it stands in for a GPU")
+@pytest.mark.filterwarnings("ignore:TensorFloat32")
+def test_the_kernels_of_a_gpu_are_counted_without_one() -> None:
+    """Each leaf's update is one of them."""
+    work = workload("mlp-4x64")
+    found = kernels.launches(work)
+    assert sum(count for name, count in found.items() if "update" in name) == len(work.params())
+    assert found.total() < 40
