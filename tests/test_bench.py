@@ -521,6 +521,7 @@ def test_a_step_of_the_bench_watches_each_value() -> None:
     assert len(watch._constants(8)._constants.named()) == 8
 
 
+@pytest.mark.kernels
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it stands in for a GPU")
 @pytest.mark.filterwarnings("ignore:TensorFloat32")
 def test_the_kernels_of_a_gpu_are_counted_without_one() -> None:

@@ -87,7 +87,7 @@ def _core(head: Any) -> fx.GraphModule:
 
     with (
         mock.patch.object(inductor, "_made", caught),
-        mock.patch.object(inductor, "key_of", lambda *given: None),
+        mock.patch.object(inductor, "key_of", return_value=None),
     ):
         (module,) = _caught(lambda: head.compile({}))
     return module  # type: ignore[no-any-return]
