@@ -39,10 +39,9 @@ from ..state.handle import Handle, place, placeable
 from ..state.lifecycle import staying
 from ..transforms.taps import Taps
 from .certify import Certified, certify
-from .constants import Constants
 from .eager import run_eager
 from .explain import explain, explain_html, warnings_of
-from .guards import Guards
+from .guards import Constants, Guards
 from .log import log, timed
 from .lowered import MISS, Captured, Lowered
 from .nonfinite import Nonfinite, find_nonfinite
@@ -305,7 +304,7 @@ class Transform(Generic[P, R]):
         def again() -> tuple[Program, HostWatch]:
             return undisturbed(functools.partial(self._traced, self._recipe(lowered.seen(call))))
 
-        if lowered.guards.check(call.states, again):
+        if lowered.guards.check(call, again):
             lowered.orders.clear()  # what was found of them holds for the old values
             lowered.inspection = replace(lowered.inspection, watched=lowered.guards.watch.names())
 

@@ -48,11 +48,10 @@ from ..transforms.debug import DEBUG_PRINT, show
 from ..transforms.taps import TAP, Taps
 from ..tree import path_string, structure_diff
 from .costs import CostAnalysis, cost_analysis
-from .guards import Guards
+from .guards import Guards, Supposed
 from .leaf_costs import leaf_costs, staged_pairs
 from .memory import MemoryAnalysis, memory_analysis
 from .ranks import meet
-from .suppositions import Supposed
 
 __all__ = ["MISS", "Captured", "Lowered"]
 
@@ -108,7 +107,8 @@ class Captured(metaclass=Documented):
             self.turns = one, self.turns
         self.turns = turn, self.turns
         self._match = layout_matcher(call.layout, call.device, positions)
-        self._guards, self._supposed = lowered.guards, Supposed(lowered.program, call.states) or None
+        self._guards, supposes = lowered.guards, lowered.program.suppositions
+        self._supposed = Supposed(lowered.program, call.states) if supposes else None
         # Static outputs mean that work is queued, if only on a simulated stream.
         on_gpu, self._fresh = staging.arena.on_cuda, replay.fresh
         queued = on_gpu or not replay.fresh

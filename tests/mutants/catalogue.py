@@ -882,7 +882,7 @@ MUTANTS = (
     Mutant(
         "N84",
         "the value of a buffer that was read on the host is compared on the slow path alone",
-        (("Supposed(lowered.program, call.states) or None", "None"),),
+        (("Supposed(lowered.program, call.states) if supposes else None", "None"),),
         (
             "tests/test_supposed.py::test_a_checkpoint_with_another_value_is_refused",
             "tests/test_supposed.py::test_another_value_is_refused_wherever_it_comes_from",
