@@ -683,8 +683,8 @@ MUTANTS = (
         "an eager run sees its inputs in other strides than a replay",
         (
             (
-                "    out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=device)",
-                "    out = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)",
+                "torch.empty_strided(one.shape, spec.stride, dtype=one.dtype, device=call.device).copy_(one)",
+                "torch.empty(one.shape, dtype=one.dtype, device=call.device).copy_(one)",
             ),
         ),
         (f"{BETWEEN}test_an_eager_run_sees_inputs_in_their_strides",),
