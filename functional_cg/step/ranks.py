@@ -340,10 +340,9 @@ def _followed(
             for mine, var in zip(instr.op.results, instr.out, strict=True):
                 differs.note([var], {one.storage for one in given}, {**inside.of(mine), **told})
             return
-        found: dict[str, str] = {}
-        for var in () if row_of(instr.op).fresh else instr.inputs():
-            found = {**differs.of(var), **found}
-        found = {**told, **found}
+        found = {**told}
+        for var in () if row_of(instr.op).fresh else reversed(instr.inputs()):
+            found |= differs.of(var)
         if _is_between_stages(instr, mesh):
             group = instr.args[-1]
             place = f"{group} {counts[group]} {of_data}"

@@ -55,9 +55,9 @@ def profile_of(call: Call, lowered: Lowered) -> Profile:
     by_kernel = isinstance(plan, InPlacePlan) and os.environ.get("FCG_PROFILE_KERNELS") == "1"
     apart = cast("InPlacePlan", plan) if by_kernel else lower_aten(program, timed=True)
     run_on = partial(_run_on, apart, buffers, copy_in)
-    with among(mesh, call.function):
-        with replaying(plan, buffers, lowered.reference.unchecked.slots, copy_in, device) as replay:
-            call_s, parts = timed(run_on, replay, device, call.function)
+    captured = replaying(plan, buffers, lowered.reference.unchecked.slots, copy_in, device)
+    with among(mesh, call.function), captured as replay:
+        call_s, parts = timed(run_on, replay, device, call.function)
     launches = list(_launches(parts, apart))
     times: dict[Instr | str, float] = defaultdict(float)
     for _, seconds, computed in launches:  # shared among the calls, by the bytes of each
@@ -102,11 +102,8 @@ def _run_on(plan: Plan, buffers: Buffers, copy_in: Act, clock: Clock) -> Act:
 
 def _launches(parts: Sequence[tuple[Any, float]], plan: Plan) -> Iterator[_Launch]:
     """Yield what takes time; only a kernel has a name. Views that it computes cost nothing, unless that is all."""
-    named: Mapping[str, Instr] = {}
-    names: dict[Instr, str] = {}
-    if isinstance(plan, InPlacePlan):
-        named = plan.named_calls()
-        names = {instr: f"{instr.name}.{number}" for number, instr in enumerate(plan.schedule.fused)}
+    named, fused = (plan.named_calls(), plan.schedule.fused) if isinstance(plan, InPlacePlan) else ({}, ())
+    names = {instr: f"{instr.name}.{number}" for number, instr in enumerate(fused)}
     launched = cache(launched_in)
     for part, seconds in parts:
         if isinstance(part, tuple) and seconds:
