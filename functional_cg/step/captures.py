@@ -153,9 +153,7 @@ class Transform(Generic[P, R]):
           ['(copies)', '(optimizer)', '<lambda>()', 'Linear', 'train_step()']
         """
         with ordinary():
-            return cast(
-                "Profile", self._turn.alone(functools.partial(self._profiled, args, kwargs), self._name)
-            )
+            return cast("Profile", self._looked_into(profile_of, args, kwargs))
 
     def find_nonfinite(self, *args: P.args, **kwargs: P.kwargs) -> Nonfinite:
         """Find the first call that makes a NaN or an infinity: where a loss of NaN comes from.
@@ -176,9 +174,7 @@ class Transform(Generic[P, R]):
           'f32[2]  -inf in 1 of 2, first at [1]; 0'
         """
         with ordinary():
-            return cast(
-                "Nonfinite", self._turn.alone(functools.partial(self._searched, args, kwargs), self._name)
-            )
+            return cast("Nonfinite", self._looked_into(find_nonfinite, args, kwargs))
 
     @entry()
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
@@ -343,13 +339,13 @@ class Transform(Generic[P, R]):
         self.stats.eager_calls += 1
         return result
 
-    def _profiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Profile:
-        call, lowered = self._lower_only(args, kwargs)
-        return self._noting(profile_of, call, lowered)  # type: ignore[no-any-return]
+    def _looked_into(
+        self, look: Callable[[Call, Lowered], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        def looked() -> Any:
+            return self._noting(look, *self._lower_only(args, kwargs))
 
-    def _searched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nonfinite:
-        call, lowered = self._lower_only(args, kwargs)
-        return self._noting(find_nonfinite, call, lowered)  # type: ignore[no-any-return]
+        return self._turn.alone(looked, self._name)
 
     def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         refuse_foreign_modes(self._name)

@@ -177,8 +177,7 @@ def cost_analysis(
     peak_flops = _positive("peak_flops", peak_flops)
     schedule = plan.schedule
     instrs = calls_of([*schedule.head, *schedule.fused])
-    used = {var for instr in instrs for var in instr.inputs()}
-    used.update(program.results, (new for _, new in program.updates))
+    used = {*program.results, *(new for _, new in program.updates)}.union(*(one.inputs() for one in instrs))
     calls = [instr for instr in instrs if not instr.only_views]
     kinds = {
         kind: KindOfCall(len(some), sum(map(flops_of, some)), sum(bytes_of(one, used) for one in some))
