@@ -152,8 +152,7 @@ class Transform(Generic[P, R]):
           >>> sorted(row.name for row in profile.by_module())
           ['(copies)', '(optimizer)', '<lambda>()', 'Linear', 'train_step()']
         """
-        with ordinary():
-            return cast("Profile", self._looked_into(profile_of, args, kwargs))
+        return self._looked_into(profile_of, args, kwargs)  # type: ignore[no-any-return]
 
     def find_nonfinite(self, *args: P.args, **kwargs: P.kwargs) -> Nonfinite:
         """Find the first call that makes a NaN or an infinity: where a loss of NaN comes from.
@@ -173,8 +172,7 @@ class Transform(Generic[P, R]):
           >>> step.find_nonfinite({"w": torch.ones(2)}, torch.tensor([1.0, 0.0])).calls[0].made
           'f32[2]  -inf in 1 of 2, first at [1]; 0'
         """
-        with ordinary():
-            return cast("Nonfinite", self._looked_into(find_nonfinite, args, kwargs))
+        return self._looked_into(find_nonfinite, args, kwargs)  # type: ignore[no-any-return]
 
     @entry()
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
@@ -345,7 +343,8 @@ class Transform(Generic[P, R]):
         def looked() -> Any:
             return self._noting(look, *self._lower_only(args, kwargs))
 
-        return self._turn.alone(looked, self._name)
+        with ordinary():
+            return self._turn.alone(looked, self._name)
 
     def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         refuse_foreign_modes(self._name)

@@ -78,8 +78,7 @@ def evaluate(
                 for one, spec in zip(live, call.layout.specs, strict=True)
             ]
             result = call.apply(fn, trees, inputs)
-            first = call.states[0] if donates else None
-            return shown(result) if first is None else left(first.specs, first.node, result)
+            return left(call.states[0].specs, call.states[0].node, result) if donates else shown(result)
     except BaseException:
         restore(modes)
         raise

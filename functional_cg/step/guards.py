@@ -1,6 +1,6 @@
 """Guards: all that a step has taken from the host when it was traced; each call asks whether it is still so.
 
-That are Python values and modes of torch (:class:`HostWatch`), tensors that the step closes over or finds in a cache
+These are Python values and modes of torch (:class:`HostWatch`), tensors that the step closes over or finds in a cache
 (:class:`Constants`), buffers of a state that Python reads (:class:`Supposed`), modules, and process groups.
 
 What a replay cannot follow is refused: constants that were written, modules that were changed, modes of torch, process

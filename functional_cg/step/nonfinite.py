@@ -74,18 +74,18 @@ class Nonfinite(Report):
         title = f"{self.function}: not finite: {', '.join(self.results[:_NAMED])}{more}"
         if self.compiled:
             return [title, "  The compiled step makes them; its traced calls, run one by one, are finite."]
-        parts: list[Part] = [title, *(f"  given: {one}" for one in self.given)]
-        for number, call in enumerate(self.calls[:_SHOWN]):
-            rows = [
+        shown = [
+            [
                 ("  first call" if number == 0 and not self.given else "  then", f"{call.op} -> {call.made}"),
                 ("  in", f"{call.phase}, {call.module}"),
                 ("  line", f"{call.line}  {call.source}"),
                 *(("  reads", one) for one in call.reads),
             ]
-            parts.append(rows)
-        if len(self.calls) > _SHOWN:
-            parts.append(f"  and {len(self.calls) - _SHOWN:,} more calls, in `.calls`")
-        return parts
+            for number, call in enumerate(self.calls[:_SHOWN])
+        ]
+        hidden = len(self.calls) - len(shown)
+        rest = [f"  and {hidden:,} more calls, in `.calls`"] if hidden else []
+        return [title, *(f"  given: {one}" for one in self.given), *shown, *rest]
 
 
 def find_nonfinite(call: Call, lowered: Lowered) -> Nonfinite:
