@@ -33,6 +33,7 @@ __all__ = [
     "live",
     "map_arguments",
     "map_vars",
+    "numbers_in",
     "vars_in",
     "written_storages",
 ]
@@ -396,6 +397,15 @@ def vars_in(value: Any) -> list[Var]:
             elif kind is tuple or kind is list:
                 found += vars_in(item)
     return found
+
+
+def numbers_in(value: Any) -> Iterator[Any]:
+    """Yield all numbers in an argument, including those in nested lists and tuples."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from numbers_in(item)
+    elif isinstance(value, (bool, int, float, complex)):
+        yield value
 
 
 def map_vars(function: Callable[[Var], Any], value: Any) -> Any:

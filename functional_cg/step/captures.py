@@ -39,10 +39,9 @@ from ..state.handle import Handle, place, placeable
 from ..state.lifecycle import staying
 from ..transforms.taps import Taps
 from .certify import Certified, certify
-from .constants import Constants
 from .eager import run_eager
 from .explain import explain, explain_html, warnings_of
-from .guards import Guards
+from .guards import Constants, Guards
 from .log import log, timed
 from .lowered import MISS, Captured, Lowered
 from .nonfinite import Nonfinite, find_nonfinite
@@ -153,10 +152,7 @@ class Transform(Generic[P, R]):
           >>> sorted(row.name for row in profile.by_module())
           ['(copies)', '(optimizer)', '<lambda>()', 'Linear', 'train_step()']
         """
-        with ordinary():
-            return cast(
-                "Profile", self._turn.alone(functools.partial(self._profiled, args, kwargs), self._name)
-            )
+        return self._looked_into(profile_of, args, kwargs)  # type: ignore[no-any-return]
 
     def find_nonfinite(self, *args: P.args, **kwargs: P.kwargs) -> Nonfinite:
         """Find the first call that makes a NaN or an infinity: where a loss of NaN comes from.
@@ -176,10 +172,7 @@ class Transform(Generic[P, R]):
           >>> step.find_nonfinite({"w": torch.ones(2)}, torch.tensor([1.0, 0.0])).calls[0].made
           'f32[2]  -inf in 1 of 2, first at [1]; 0'
         """
-        with ordinary():
-            return cast(
-                "Nonfinite", self._turn.alone(functools.partial(self._searched, args, kwargs), self._name)
-            )
+        return self._looked_into(find_nonfinite, args, kwargs)  # type: ignore[no-any-return]
 
     @entry()
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
@@ -305,7 +298,7 @@ class Transform(Generic[P, R]):
         def again() -> tuple[Program, HostWatch]:
             return undisturbed(functools.partial(self._traced, self._recipe(lowered.seen(call))))
 
-        if lowered.guards.check(call.states, again):
+        if lowered.guards.check(call, again):
             lowered.orders.clear()  # what was found of them holds for the old values
             lowered.inspection = replace(lowered.inspection, watched=lowered.guards.watch.names())
 
@@ -344,13 +337,14 @@ class Transform(Generic[P, R]):
         self.stats.eager_calls += 1
         return result
 
-    def _profiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Profile:
-        call, lowered = self._lower_only(args, kwargs)
-        return self._noting(profile_of, call, lowered)  # type: ignore[no-any-return]
+    def _looked_into(
+        self, look: Callable[[Call, Lowered], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        def looked() -> Any:
+            return self._noting(look, *self._lower_only(args, kwargs))
 
-    def _searched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nonfinite:
-        call, lowered = self._lower_only(args, kwargs)
-        return self._noting(find_nonfinite, call, lowered)  # type: ignore[no-any-return]
+        with ordinary():
+            return self._turn.alone(looked, self._name)
 
     def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         refuse_foreign_modes(self._name)

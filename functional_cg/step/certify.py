@@ -30,11 +30,11 @@ from ..stages.trial.recorded import Recorded
 from ..stages.trial.space import Space, device_of
 from ..stages.trial.trial import Certificate, Trial, TrialOfFunctions
 from ..state.arena import Arena
+from .log import log
 from .lowered import Lowered
 
 __all__ = ["Certified", "certify"]
 
-_log = logging.getLogger("functional_cg")
 _RECORDED = 2**28  # bytes that a recorded comparison takes at most, and keeps
 
 
@@ -57,8 +57,7 @@ def certify(
     """
     _refuse_refuted(lowered)
     start, mesh = time.perf_counter(), lowered.mesh
-    plan = lowered.plan
-    kind = TrialOfFunctions if plan.one_by_one else Trial
+    kind = TrialOfFunctions if lowered.plan.one_by_one else Trial
     trial = kind(lowered.reference, lowered.plan, partial(on_any, mesh, lowered.name))
     with backend.aside() if isinstance(backend, CUDABackend) else contextlib.nullcontext():
         trial.rehearse(buffers, scratch(buffers, lowered.reference.unchecked.slots).slots)
@@ -76,7 +75,7 @@ def certify(
             fix='leave `certify` out; or `lowering="aten"`, which needs none.',
         )
     level = logging.WARNING if trial.lacking else logging.INFO
-    _log.log(level, "%s: %s; in %.2f s", lowered.name, lowered.certificate, time.perf_counter() - start)
+    log.log(level, "%s: %s; in %.2f s", lowered.name, lowered.certificate, time.perf_counter() - start)
     return trial
 
 
@@ -124,8 +123,7 @@ class Certified:
         return metrics
 
     def _compared(self) -> Sequence[Tensor]:
-        lowered, trial = self._lowered, self._trial
-        recorded = self._recorded
+        lowered, trial, recorded = self._lowered, self._trial, self._recorded
         space = recorded.space if recorded else Space.of(lowered.reference, self._buffers, inputs=False)
         try:
             metrics, found = trial.again(space, partial(self._replay, ()), recorded)
@@ -137,7 +135,7 @@ class Certified:
                 raise
             metrics, trial.lacking = self._replay(()), trial.lacking or 1
         if trial.lacking:
-            _log.warning("%s: not compared at call %d: %s", lowered.name, self._calls, _lacking(trial))
+            log.warning("%s: not compared at call %d: %s", lowered.name, self._calls, _lacking(trial))
         elif lowered.certificate is not None:
             lowered.certificate = lowered.certificate.also(self._calls, trial.share)
         return metrics
@@ -157,12 +155,11 @@ class Certified:
             outputs = reference.made(cast("Any", self._replay).static, buffers.slots)
             recorded = Recorded(reference, space, outputs, recorder())
         except Exception as error:  # out of memory, a kernel that refuses: it can be compared call by call
-            _log.debug("later comparisons are not recorded: %s", error)
-        if not trial.together(recorded is None):
-            return recorded
-        if recorded is not None:
+            log.debug("later comparisons are not recorded: %s", error)
+        failed = trial.together(recorded is None)
+        if failed and recorded is not None:
             recorded.close()
-        return None
+        return None if failed else recorded
 
     def close(self) -> None:
         self._replay.close()
@@ -182,7 +179,7 @@ def _differences(trial: Trial, space: Space) -> list[Difference]:
         return trial.differences(space)
     except torch.OutOfMemoryError as error:  # memory in pieces: what is free is not all of one piece
         trial.lacking = trial.lacking or 1
-        _log.debug("not compared: %s", error)
+        log.debug("not compared: %s", error)
         return []
     finally:
         space.reset()

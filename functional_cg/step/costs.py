@@ -123,22 +123,25 @@ class CostAnalysis(Report):
         """Return FLOPs, bytes and floor, and the calls by kind."""
         fused = ", before fusion" if self.compiled else ""
         moved = f"{size_of(self.bytes_moved)} read and written{fused}, {size_of(self.bytes_least)} at least"
-        floor = "unknown; pass bandwidth= (bytes/s) and peak_flops= (FLOP/s) of this device"
-        if self.floor_s is not None:
-            floor = f"{self.floor_s * 1e3:,.4f} ms, bound by {self.bound}"
-        parts: list[Part] = [
-            f"{self.function} on {self.device}: {self.flops / 1e9:,.3f} GFLOP in products, {moved}",
-            f"  floor: {floor}",
-        ]
-        if self.seconds is not None:
-            far = "" if self.distance is None else f", {self.distance:.2f} times the floor"
-            parts.append(f"  measured: {self.seconds * 1e3:,.4f} ms{far}")
+        floor = (
+            "unknown; pass bandwidth= (bytes/s) and peak_flops= (FLOP/s) of this device"
+            if self.floor_s is None
+            else f"{self.floor_s * 1e3:,.4f} ms, bound by {self.bound}"
+        )
+        far = "" if self.distance is None else f", {self.distance:.2f} times the floor"
+        measured = [] if self.seconds is None else [f"  measured: {self.seconds * 1e3:,.4f} ms{far}"]
         rows = [
             (name, f"{kind.calls:,}", f"{kind.flops / 1e9:,.3f}" if kind.flops else "", size_of(kind.bytes))
             for name, kind in self.kinds.items()
         ]
         legend = [f"  {WHAT_COPIES_ARE}"] if COPIES in self.kinds else []
-        return [*parts, [("kind of call", "calls", "GFLOP", "read and written"), *rows], *legend]
+        return [
+            f"{self.function} on {self.device}: {self.flops / 1e9:,.3f} GFLOP in products, {moved}",
+            f"  floor: {floor}",
+            *measured,
+            [("kind of call", "calls", "GFLOP", "read and written"), *rows],
+            *legend,
+        ]
 
 
 def _positive(name: str, value: Any) -> float | None:
@@ -172,13 +175,11 @@ def cost_analysis(
     Raises:
       ValueError: If one of the three is not positive.
     """
-    seconds = _positive("seconds", seconds)
-    bandwidth = _positive("bandwidth", bandwidth)
-    peak_flops = _positive("peak_flops", peak_flops)
+    names, given = ("seconds", "bandwidth", "peak_flops"), (seconds, bandwidth, peak_flops)
+    seconds, bandwidth, peak_flops = map(_positive, names, given)
     schedule = plan.schedule
     instrs = calls_of([*schedule.head, *schedule.fused])
-    used = {var for instr in instrs for var in instr.inputs()}
-    used.update(program.results, (new for _, new in program.updates))
+    used = {*program.results, *(new for _, new in program.updates)}.union(*(one.inputs() for one in instrs))
     calls = [instr for instr in instrs if not instr.only_views]
     kinds = {
         kind: KindOfCall(len(some), sum(map(flops_of, some)), sum(bytes_of(one, used) for one in some))

@@ -45,10 +45,11 @@ def run_eager(
             result = evaluate(fn, call, slots, call.live, constants, donates=donates)
         if not donates:
             return pytree.map(_own, result)
-        new, metrics = _checked(result, call, name)
-        state = call.states[0]
-        new_state = state.arena.turn.alone(partial(state.handle._written, range(len(new)), new, name), name)
-        return new_state, metrics
+        changed, metrics = new_state_and_metrics(name, result)
+        state, (leaves, treedef) = call.states[0], pytree.flatten(changed)
+        refuse_new_state(name, state.node, [s.spec for s in state.arena.plan.slots], treedef, leaves)
+        new, own = list(map(held, leaves)), pytree.map(_own, metrics)
+        return state.arena.turn.alone(partial(state.handle._written, range(len(new)), new, name), name), own
 
 
 def evaluate(
@@ -73,29 +74,14 @@ def evaluate(
                 for s, leaves in zip(call.states, slots, strict=True)
             ]
             inputs = [
-                _private(t, spec.stride, call.device) for t, spec in zip(live, call.layout.specs, strict=True)
+                torch.empty_strided(one.shape, spec.stride, dtype=one.dtype, device=call.device).copy_(one)
+                for one, spec in zip(live, call.layout.specs, strict=True)
             ]
             result = call.apply(fn, trees, inputs)
-            first = call.states[0] if donates else None
-            return shown(result) if first is None else left(first.specs, first.node, result)
+            return left(call.states[0].specs, call.states[0].node, result) if donates else shown(result)
     except BaseException:
         restore(modes)
         raise
-
-
-def _checked(result: Any, call: Call, name: str) -> tuple[list[Tensor], Any]:
-    """Return the new state leaves and owned metrics from the result of a donating function."""
-    changed, metrics = new_state_and_metrics(name, result)
-    state = call.states[0]
-    new, treedef = pytree.flatten(changed)
-    refuse_new_state(name, state.node, [s.spec for s in state.arena.plan.slots], treedef, new)
-    return [held(leaf) for leaf in new], pytree.map(_own, metrics)
-
-
-def _private(tensor: Tensor, stride: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return a copy on the step's device with the strides of its slot."""
-    out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=device)
-    return out.copy_(tensor)
 
 
 def _own(leaf: Any) -> Any:

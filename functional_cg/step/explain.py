@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 from ..messages.html import Html, card, fold, line, table
 from ..messages.units import first
@@ -27,9 +28,10 @@ def explain(name: str, stats: Stats, plans: Plans, refusal: str) -> str:
       plans: The lowered plans, each with its captures.
       refusal: Text of the last error; empty if there was none.
     """
-    kinds = ("trace", "capture", "replay", "eager call")
-    numbers = (stats.traces, stats.captures, stats.replays, stats.eager_calls)
-    lines = [f"{name}: {', '.join(map(count, numbers, kinds))}"]
+    counts = [
+        count(number, kind.replace("_", " ").removesuffix("s")) for kind, number in asdict(stats).items()
+    ]
+    lines = [f"{name}: {', '.join(counts)}"]
     if len(plans) > 1:
         lines += [f"  traced for {_layout(lowered)}" for lowered, _ in plans]
     for lowered, captures in plans:
@@ -42,8 +44,7 @@ def explain(name: str, stats: Stats, plans: Plans, refusal: str) -> str:
 
 def explain_html(name: str, stats: Stats, plans: Plans, refusal: str) -> Html:
     """Return the same as HTML, for a notebook; arguments as for :func:`explain`."""
-    numbers = (("traces", stats.traces), ("captures", stats.captures), ("replays", stats.replays))
-    parts = [table([(key, str(value)) for key, value in (*numbers, ("eager calls", stats.eager_calls))])]
+    parts = [table([(kind.replace("_", " "), str(number)) for kind, number in asdict(stats).items()])]
     for number, (lowered, captures) in enumerate(plans):
         parts.append(
             fold(

@@ -1,5 +1,8 @@
 """Guards: all that a step has taken from the host when it was traced; each call asks whether it is still so.
 
+These are Python values and modes of torch (:class:`HostWatch`), tensors that the step closes over or finds in a cache
+(:class:`Constants`), buffers of a state that Python reads (:class:`Supposed`), modules, and process groups.
+
 What a replay cannot follow is refused: constants that were written, modules that were changed, modes of torch, process
 groups that have ended. Of another host value it is not known whether it matters: the step is traced again, and goes on
 if its program is the same.
@@ -9,24 +12,161 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from .. import tree as pytree
 from ..ambient.torch_modes import refuse_ambient_modes
-from ..call.signature import StateArgument
-from ..errors import FunctionalCGError
+from ..call.signature import Call, StateArgument, on_host
+from ..errors import BakedValueError, ForeignTensorError, FunctionalCGError, LayoutError
 from ..shards.groups import Groups
 from ..stages.program import Program
 from ..stages.trace.twice import another_program
 from ..stages.watch.host_watch import HostWatch, refusal
-from .constants import Constants
+from ..state.arena import BufferSpec, as_plain
+from ..state.leaf import Leaf
+from ..tensors.fingerprint import as_now, seen
 from .log import log
-from .suppositions import Supposed
 
-__all__ = ["Guards"]
+__all__ = ["Constants", "Guards", "Supposed"]
 
 _OFTEN = 3  # traces that one value has caused
+_SHOWN = 8  # elements of a buffer
+
+
+class Constants:
+    """Tensors declared with ``constants=``, or remembered: copied at lowering, and watched for later writes.
+
+    Other memory (``table.data = other``, ``torch.utils.swap_tensors``), or another part of the same memory, is noticed
+    as well. Writes that torch does not count (into ``table.data``, through ``table.numpy()``, through a view in
+    inference mode) go unnoticed, as does a move into room that ``table.untyped_storage().resize_`` has added;
+    ``debug="verify"`` finds their effects. Memory that torch does not own alone, such as numpy's or a file's, is
+    refused for the same reason. The host watch detects names that are rebound to another tensor.
+
+    Args:
+      function: Name of the user's function, for messages.
+      tree: Tensors or trees of them.
+      kind: What they are, for messages.
+
+    Attributes:
+      unchanged: Returns whether no original has been written since it was copied.
+    """
+
+    def __init__(self, function: str, tree: Any, kind: str = "declared") -> None:
+        self._kind, (named, _) = kind, pytree.flatten_with_path(tree)
+        self._items = [(pytree.path_string(path, "constants"), leaf) for path, leaf in named]
+        for name, leaf in self._items:
+            if isinstance(leaf, Leaf):
+                raise TypeError(
+                    f"`{function}`: {name} is of a state, which changes from call to call.\n"
+                    f"To fix: a state is an argument, `{function}(state, ...)`; a fixed copy is `fcg.snapshot(state)`."
+                )
+            if not isinstance(leaf, Tensor):
+                raise TypeError(
+                    f"`{function}`: {name} must be a tensor, got {type(leaf).__name__}.\n"
+                    "To fix: leave it out: numbers that the function reads are watched; a table as `torch.tensor(...)`."
+                )
+            if leaf.layout is not torch.strided or leaf.is_nested:
+                raise LayoutError.of(
+                    function,
+                    "declares a constant that is not dense.",
+                    rows=[f"{name}  {leaf.layout} of {leaf.dim()} dimensions"],
+                    fix="declare `x.to_dense()`, or, of a nested one, `torch.nested.to_padded_tensor(x, 0.0)`.",
+                )
+            if better := as_plain(leaf, name):
+                raise LayoutError.of(
+                    function,
+                    "declares a constant of a class of its own.",
+                    rows=[f"{name}  expected a plain tensor   got the subclass {type(leaf).__name__}"],
+                    why="The step would see a plain one.",
+                    fix=f"{better}, and read that in the step.",
+                )
+            if not leaf.untyped_storage().resizable():
+                raise ForeignTensorError.of(
+                    function,
+                    "declares a constant whose memory is not torch's alone: that of numpy, of a buffer or of a file.",
+                    rows=[f"{name}  {BufferSpec.of(leaf)}"],
+                    why="What others write there would not be noticed, and the step goes on with a copy.",
+                    fix="declare a copy, and read that in the step: `table = table.clone()`, `constants=(table,)`.",
+                )
+        # Each tensor's count of writes, its memory, and the part of it that it was when copied.
+        self._copied: list[tuple[int, Any, Any]] = []
+        self.unchanged: Callable[[], bool] = lambda: True
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([leaf for _, leaf in self._items])
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    def named(self) -> tuple[tuple[str, Tensor], ...]:
+        """Return the originals by name; from the first lowering on, changes are noticed."""
+        if not self._copied:
+            self._copied = list(map(seen, self))
+            self.unchanged = as_now(list(self))
+        return tuple(self._items)
+
+    def check(self, function: str) -> None:
+        """Raise if an original has been written since it was copied.
+
+        Raises:
+          BakedValueError: Naming these constants.
+        """
+        rows = []
+        for (name, leaf), (written, memory, view) in zip(self._items, self._copied, strict=True):
+            count, place, part = seen(leaf)
+            changes = (
+                ("has other memory", place is not memory),
+                (f"written {count - written} time(s)", count != written),
+                ("is another part of its memory", part != view),
+            )
+            rows += [f"{name}  {change} since" for change, is_so in changes if is_so][:1]
+        if rows:
+            raise BakedValueError.of(
+                function,
+                f"a {self._kind} constant was written after the step copied it.",
+                rows=rows,
+                why="The step replays with the value that it had then.",
+                fix="pass it as an input, or keep it in the state.",
+            )
+
+
+class Supposed:
+    """The values of buffers with which a program was traced, compared unless only its capture has updated the states.
+
+    A trace may read a buffer on the host that the step never changes. Whether a state still holds the value is clear
+    from its generation while only this step has updated it; else its value is compared, which waits for the device.
+
+    Args:
+      program: The program.
+      states: The states that it is bound to.
+    """
+
+    def __init__(self, program: Program, states: Sequence[StateArgument]) -> None:
+        slots = [(state.arena, slot) for state in states for slot in range(state.start, state.stop)]
+        self._values = [(one, *slots[program.slot_names.index(one.name)]) for one in program.suppositions]
+        self._positions = [state.position for state in states]
+        self._seen: list[tuple[weakref.ref[Any], int]] = []
+
+    def holds(self, args: Sequence[Any]) -> bool:
+        """Whether the states among the arguments hold them."""
+        states = [args[position] for position in self._positions]
+        same = len(self._seen) == len(states) and all(
+            lease() is state._lease and generation == state._generation
+            for (lease, generation), state in zip(self._seen, states, strict=True)
+        )
+        return same or all(one.holds(on_host(arena, slot)) for one, arena, slot in self._values)
+
+    def keep(self, args: Sequence[Any], new: Any) -> None:
+        """Note that they still hold them after a call, which returned a new state in place of the first or none."""
+        first, *others = (args[position] for position in self._positions)
+        states = (first if new is None else new, *others)
+        self._seen = [(weakref.ref(state._lease), state._generation) for state in states]
 
 
 class Guards:
@@ -47,7 +187,9 @@ class Guards:
     def __init__(self, program: Program, watch: HostWatch, declared: Constants, groups: Groups) -> None:
         self.groups = groups
         self._program, self._function = program, program.function
-        self._constants = Constants.remembered(program.function, program.tables), declared
+        remembered = Constants(program.function, dict(program.tables), "remembered")
+        remembered.named()  # from now on, writes are noticed
+        self._constants = remembered, declared
         self._causes: Counter[str] = Counter()
         self._adopt(program, watch)
 
@@ -57,17 +199,18 @@ class Guards:
         every = [one.unchanged for one in (watch, *self._fixed)]
         self.unchanged: Callable[[], bool] = functools.reduce(_both, every)
 
-    def check(self, states: Sequence[StateArgument], again: Callable[[], tuple[Program, HostWatch]]) -> bool:
+    def check(self, call: Call, again: Callable[[], tuple[Program, HostWatch]]) -> bool:
         """Raise if the host has changed such that the step would do something else now.
 
         Args:
-          states: The states of the call.
+          call: The call.
           again: Traces the step for the call.
         Returns:
           Whether it was traced again.
         Raises:
           BakedValueError: Naming each value, as traced and as it is now, and what the step does now. If a first call
-            would be refused for that, its error is the cause.
+            would be refused for that, its error is the cause. Or naming each buffer of which a state holds another
+            value than that with which it was traced.
         """
         changed: list[tuple[str, object, object]] = []
         if not self.unchanged():
@@ -79,10 +222,28 @@ class Guards:
             # A trace tells nothing of modes: kernels read them.
             if modes := self.watch.other_modes():
                 raise refusal(self._function, changed + modes)
-        Supposed(self._program, states).check(self._function)
+        self._refuse_other_buffers(call)
         if changed:
             self._confirm(changed, again)
         return bool(changed)
+
+    def _refuse_other_buffers(self, call: Call) -> None:
+        numbers = map(self._program.slot_names.index, (one.name for one in self._program.suppositions))
+        held = zip(self._program.suppositions, map(call.value, numbers), strict=True)
+        rows = [
+            f"{one.name}  traced with {_text(one.value)}   got {_text(value)}"
+            for one, value in held
+            if value is None or not one.holds(value)
+        ]
+        if rows:
+            raise BakedValueError.of(
+                self._function,
+                "is called with another value of a buffer that it reads on the host; the state is unchanged.",
+                rows=rows,
+                why="Python runs when the step is traced, not when it is replayed: it went on with the old value.",
+                fix="make a step for the new value, `graph_step(fn)`; or keep the decision on the device, "
+                "`torch.where(flag, a, b)`.",
+            )
 
     def _confirm(
         self, changed: Sequence[tuple[str, Any, Any]], again: Callable[[], tuple[Program, HostWatch]]
@@ -118,3 +279,7 @@ class Guards:
 
 def _both(one: Callable[[], bool], two: Callable[[], bool]) -> Callable[[], bool]:
     return lambda: one() and two()
+
+
+def _text(value: Tensor | None) -> str:
+    return "other values" if value is None or value.numel() > _SHOWN else str(value.tolist())

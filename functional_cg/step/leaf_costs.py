@@ -33,8 +33,9 @@ def leaf_costs(program: Program, plan: Plan, inputs: Sequence[str]) -> dict[str,
         copies = 2 if target in done.staged else int(target in copied)
         roles |= dict.fromkeys(ranges.get(target, (target,)), (_ROLES[copies], copies))
     slots = [(var.spec, *roles.get(var, ("borrowed", 0))) for var in program.slots]
-    read = {var for instr in (*done.head, *done.fused) for var in instr.inputs()}
-    read.update(done.outputs, (new for _, new in done.commits))
+    read = {*done.outputs, *(new for _, new in done.commits)}.union(
+        *(instr.inputs() for instr in (*done.head, *done.fused))
+    )
     given = [(var.spec, "copied in" if var in read else "copied in, never read", 1) for var in program.inputs]
     held = [
         (one.var.spec, "constant", int(i in done.written_constants))
@@ -62,8 +63,10 @@ def leaf_costs(program: Program, plan: Plan, inputs: Sequence[str]) -> dict[str,
 def staged_pairs(program: Program, plan: Plan) -> list[tuple[str, str]]:
     """Return key paths (target, source) of new values that lie in a slot and therefore are staged."""
     names = dict(zip(program.slots, program.slot_names, strict=True))
-    for known in program.ranges:
-        names[known.var] = f"{count(len(known.leaves), 'leaf')} from {names[known.leaves[0]]} on"
+    names |= {
+        known.var: f"{count(len(known.leaves), 'leaf')} from {names[known.leaves[0]]} on"
+        for known in program.ranges
+    }
     owners = {var.storage: name for var, name in names.items()}
     done = plan.schedule
     return [(names[old], owners[new.storage]) for old, new in done.commits if old in done.staged]

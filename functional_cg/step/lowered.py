@@ -5,10 +5,10 @@ A replay takes constant work in Python, whatever the size of the state: all of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from operator import setitem
 from typing import Any
 
@@ -48,11 +48,10 @@ from ..transforms.debug import DEBUG_PRINT, show
 from ..transforms.taps import TAP, Taps
 from ..tree import path_string, structure_diff
 from .costs import CostAnalysis, cost_analysis
-from .guards import Guards
+from .guards import Guards, Supposed
 from .leaf_costs import leaf_costs, staged_pairs
 from .memory import MemoryAnalysis, memory_analysis
 from .ranks import meet
-from .suppositions import Supposed
 
 __all__ = ["MISS", "Captured", "Lowered"]
 
@@ -108,7 +107,8 @@ class Captured(metaclass=Documented):
             self.turns = one, self.turns
         self.turns = turn, self.turns
         self._match = layout_matcher(call.layout, call.device, positions)
-        self._guards, self._supposed = lowered.guards, Supposed(lowered.program, call.states) or None
+        self._guards, supposes = lowered.guards, lowered.program.suppositions
+        self._supposed = Supposed(lowered.program, call.states) if supposes else None
         # Static outputs mean that work is queued, if only on a simulated stream.
         on_gpu, self._fresh = staging.arena.on_cuda, replay.fresh
         queued = on_gpu or not replay.fresh
@@ -342,11 +342,11 @@ class Lowered(metaclass=Documented):
 
     def state_differences(self, call: Call) -> list[str]:
         """Return how the states of a call differ from those of this plan, one line each."""
-        rows: list[str] = []
         if len(call.states) != len(self.states):
             names, given = {s.name for s in self.states}, {s.name for s in call.states}
-            rows += [f"{name}  expected a state   got none" for name in sorted(names - given)]
-            return rows + [f"{name}  expected no state   got one" for name in sorted(given - names)]
+            missing = [f"{name}  expected a state   got none" for name in sorted(names - given)]
+            return missing + [f"{name}  expected no state   got one" for name in sorted(given - names)]
+        rows: list[str] = []
         for want, have in zip(self.states, call.states, strict=True):
             if have.handle._node != want.treedef:
                 rows += structure_diff(want.treedef, have.handle._node, want.name)
@@ -453,11 +453,9 @@ class Lowered(metaclass=Documented):
         parts = [(name, nbytes) for name, nbytes in memory.parts() if nbytes]
         sizes = ", ".join(f"{name.strip()} {size_of(nbytes)}" for name, nbytes in parts if "." not in name)
         header = ("key path", "spec", "bytes", "copied per call", "role")
-        branches = [
-            branch
-            for state, entries in self._state_costs()
-            for branch in outline(state.treedef, entries, state.name).ends()
-        ] + [branch for _, costs in self._other_costs() for branch in listed(costs)]
+        states, others = self._costs()
+        ends = (outline(state.treedef, entries, state.name).ends() for state, entries in states)
+        branches = chain(*ends, *map(listed, others.values()))
         rows = [(b.path, b.what, size_of(b.nbytes), size_of(b.copied), b.role) for b in branches]
         return "\n".join(
             [
@@ -475,21 +473,33 @@ class Lowered(metaclass=Documented):
 
     def body_html(self) -> Html:
         """Return plan, memory, leaves and what was checked as HTML, without a title."""
-        parts = [line(text) for text in self._plan_lines()]
-        for title, *rows in map(str.splitlines, self.program.notes):
-            parts.append(fold(title, *map(line, rows)) if rows else line(title))
+        notes = [
+            fold(title, *map(line, rows)) if rows else line(title)
+            for title, *rows in map(str.splitlines, self.program.notes)
+        ]
         memory = self.memory_analysis()
-        parts.append(
-            fold(f"memory at the peak: {size_of(memory['peak'])}", table(memory.bars()), opened=True)
+        states, others = self._costs()
+        trees = [
+            fold(f"{state.name}: {size_text(entries)}", tree_html(state.treedef, entries, state.name))
+            for state, entries in states
+        ]
+        lists = [
+            fold(
+                f"{kind}: {len(costs):,}",
+                branches_html(listed(costs), max(sum(entry.spec.nbytes for _, entry in costs), 1)),
+            )
+            for kind, costs in others.items()
+            if costs
+        ]
+        return element(
+            "div",
+            *map(line, self._plan_lines()),
+            *notes,
+            fold(f"memory at the peak: {size_of(memory['peak'])}", table(memory.bars()), opened=True),
+            *trees,
+            *lists,
+            fold("what was checked", line(str(self.inspection))),
         )
-        for state, entries in self._state_costs():
-            title = f"{state.name}: {size_text(entries)}"
-            parts.append(fold(title, tree_html(state.treedef, entries, state.name)))
-        for kind, costs in self._other_costs():
-            total = sum(entry.spec.nbytes for _, entry in costs)
-            if costs:
-                parts.append(fold(f"{kind}: {len(costs):,}", branches_html(listed(costs), max(total, 1))))
-        return element("div", *parts, fold("what was checked", line(str(self.inspection))))
 
     def _plan_line(self) -> str:
         plan = self.plan.schedule
@@ -508,14 +518,8 @@ class Lowered(metaclass=Documented):
         branches = [*self.plan.shared, *([self.plan.branches] if self.plan.branches else [])]
         return [f"{title}{self._plan_line()}", *branches, *certificate, *first(twice, _STAGED_SHOWN)]
 
-    def _state_costs(self) -> Iterator[tuple[BoundState, list[Entry]]]:
-        """Yield each state with what a call does with its leaves."""
-        entries = (entry for _, entry in self._costs()["state"])
-        for state in self.states:
-            yield state, list(islice(entries, len(state.specs)))
-
-    def _other_costs(self) -> list[tuple[str, list[tuple[str, Entry]]]]:
-        return [(kind, costs) for kind, costs in self._costs().items() if kind != "state"]
-
-    def _costs(self) -> dict[str, list[tuple[str, Entry]]]:
-        return leaf_costs(self.program, self.plan, self.layout.live_names)
+    def _costs(self) -> tuple[list[tuple[BoundState, list[Entry]]], dict[str, list[tuple[str, Entry]]]]:
+        """Return what a call does with each leaf: those of each state, and the others by kind and name."""
+        others = leaf_costs(self.program, self.plan, self.layout.live_names)
+        entries = (entry for _, entry in others.pop("state"))
+        return [(state, list(islice(entries, len(state.specs)))) for state in self.states], others

@@ -141,6 +141,7 @@ def memory_analysis(program: Program, on_lanes: int = 0) -> MemoryAnalysis:
         **roles,
     }
     makers = grouped(alive, lambda one: (one[0].name, str(one[0].origin.line or ""), one[0].backward))
-    owners = [Owner(sum(size for _, size in made), len(made), *maker) for maker, made in makers.items()]
-    owners.sort(key=lambda one: one.nbytes, reverse=True)
-    return MemoryAnalysis(program.function, used, tuple(owners))
+    owners = (Owner(sum(size for _, size in made), len(made), *maker) for maker, made in makers.items())
+    return MemoryAnalysis(
+        program.function, used, tuple(sorted(owners, key=lambda one: one.nbytes, reverse=True))
+    )

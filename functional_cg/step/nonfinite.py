@@ -8,9 +8,8 @@ count that make a NaN or an infinity of finite numbers. A call is reported if a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -20,12 +19,12 @@ from ..shards.transfers import WAITS, is_between_ranks
 from ..stages.evaluate import assigned, evaluate, quiet
 from ..stages.lifetimes import last_uses
 from ..stages.plan import Buffers
-from ..stages.program import Instr, Program, Var
+from ..stages.program import Instr, Program, Var, numbers_in
 from ..stages.sub_programs import unrolled
 from ..state.arena import BufferSpec
 from .lowered import Lowered
-from .profile.measure import module_of, phases, source_of
-from .profile.result import Phase
+from .profile.measure import location_of, phases
+from .profile.result import LocatedCall
 from .report import Part, Report
 
 __all__ = ["Nonfinite", "NonfiniteCall", "find_nonfinite"]
@@ -35,24 +34,14 @@ _SHOWN = 3  # calls that it shows
 
 
 @dataclass(frozen=True, slots=True)
-class NonfiniteCall:
-    """A call that makes a NaN or an infinity.
+class NonfiniteCall(LocatedCall):
+    """A call that makes a NaN or an infinity: what :class:`LocatedCall` says, and its values.
 
     Attributes:
-      op: Name of the ATen op.
-      phase: ``"forward"``, ``"backward"`` or ``"update"``.
-      module: Path of its module, ``GPT.h.0.attn``; outside of modules the function that makes it, ``loss_fn()``.
-      line: The user's line, ``model.py:33``; for a call of the backward, that of the call that it differentiates.
-      source: What stands on that line.
-      made: What it makes, in words: dtype, shape, and how many elements are not finite.
+    made: What it makes, in words: dtype, shape, and how many elements are not finite.
       reads: What it reads, in words: dtype, shape, name if it has one, and the range of its elements.
     """
 
-    op: str
-    phase: Phase
-    module: str
-    line: str
-    source: str
     made: str
     reads: tuple[str, ...]
 
@@ -85,18 +74,18 @@ class Nonfinite(Report):
         title = f"{self.function}: not finite: {', '.join(self.results[:_NAMED])}{more}"
         if self.compiled:
             return [title, "  The compiled step makes them; its traced calls, run one by one, are finite."]
-        parts: list[Part] = [title, *(f"  given: {one}" for one in self.given)]
-        for number, call in enumerate(self.calls[:_SHOWN]):
-            rows = [
+        shown = [
+            [
                 ("  first call" if number == 0 and not self.given else "  then", f"{call.op} -> {call.made}"),
                 ("  in", f"{call.phase}, {call.module}"),
                 ("  line", f"{call.line}  {call.source}"),
                 *(("  reads", one) for one in call.reads),
             ]
-            parts.append(rows)
-        if len(self.calls) > _SHOWN:
-            parts.append(f"  and {len(self.calls) - _SHOWN:,} more calls, in `.calls`")
-        return parts
+            for number, call in enumerate(self.calls[:_SHOWN])
+        ]
+        hidden = len(self.calls) - len(shown)
+        rest = [f"  and {hidden:,} more calls, in `.calls`"] if hidden else []
+        return [title, *(f"  given: {one}" for one in self.given), *shown, *rest]
 
 
 def find_nonfinite(call: Call, lowered: Lowered) -> Nonfinite:
@@ -155,7 +144,13 @@ class _Search:
         every = [*buffers.slots, *buffers.inputs, *buffers.constants]
         values: dict[Var, Tensor] = dict(zip(bound, every, strict=True))
         for var, tensor in values.items():
-            self._see_given(var, tensor)
+            has_nan, has_inf = _holds(tensor)
+            if has_nan:
+                self._from[var.storage] = frozenset({-1})
+                self._given.append(self._in_words(var, tensor))
+            elif has_inf:
+                self._on_purpose.add(var.storage)
+                self._infinities.append(self._in_words(var, tensor))
         leaves = zip(program.slot_names, program.slots, program.new_state, strict=False)
         results = [*program.named_results(), *((name, new) for name, _, new in leaves)]
         kept, drop = {var for _, var in results}, last_uses(program.instrs)
@@ -172,25 +167,17 @@ class _Search:
         calls = tuple(self._calls[number] for number in come_from if number >= 0)
         return Nonfinite(function, calls, tuple(dict.fromkeys(given)), tuple(bad))
 
-    def _see_given(self, var: Var, tensor: Tensor) -> None:
-        has_nan, has_inf = _holds(tensor)
-        if has_nan:
-            self._from[var.storage] = frozenset({-1})
-            self._given.append(self._in_words(var, tensor))
-        elif has_inf:
-            self._on_purpose.add(var.storage)
-            self._infinities.append(self._in_words(var, tensor))
-
     def _make(self, number: int, instr: Instr, values: dict[Var, Tensor]) -> None:
         between = is_between_ranks(instr.op)  # what is on its way to other ranks cannot be looked at
         come_from = frozenset[int]().union(
             *(
                 self._from[var.storage]
                 for var in dict.fromkeys(instr.inputs())
-                if var.storage in self._from and (between or self._is_bad(var, values[var]))
+                if var.storage in self._from and (between or any(_holds(values[var])))
             )
         )
-        purpose = _has_infinity((*instr.args, *instr.kwargs.values())) or any(
+        numbers = numbers_in([instr.args, *instr.kwargs.values()])
+        purpose = any(isinstance(one, float) and math.isinf(one) for one in numbers) or any(
             var.storage in self._on_purpose and _holds(values[var])[1] for var in instr.inputs()
         )
         reads = {var: values[var] for var in dict.fromkeys(instr.inputs()) if var not in instr.writes}
@@ -222,22 +209,8 @@ class _Search:
                     source = "another rank" if self._ranks else "bits that are read as numbers"
                     self._given.append(f"from {source}, at {instr.origin.line}")
                 elif not come_from and number not in self._calls:
-                    self._calls[number] = self._named(instr, var, values[var], reads)
-
-    def _named(self, instr: Instr, var: Var, made: Tensor, reads: Mapping[Var, Tensor]) -> NonfiniteCall:
-        phase, line = self._phases[instr], instr.origin.line
-        return NonfiniteCall(
-            instr.name,
-            phase,
-            module_of(instr, phase),
-            "(unknown)" if line is None else str(line),
-            source_of(instr),
-            self._in_words(var, made),
-            tuple(self._in_words(one, tensor) for one, tensor in reads.items()),
-        )
-
-    def _is_bad(self, var: Var, tensor: Tensor) -> bool:
-        return var.storage in self._from and any(_holds(tensor))
+                    seen = self._in_words(var, values[var]), tuple(map(self._in_words, reads, reads.values()))
+                    self._calls[number] = NonfiniteCall(*location_of(instr, self._phases[instr]), *seen)
 
     def _in_words(self, var: Var, tensor: Tensor) -> str:
         spec, _, _ = str(BufferSpec.of(tensor)).partition("@")
@@ -251,14 +224,6 @@ def _holds(tensor: Tensor) -> tuple[bool, bool]:
     if bool(tensor.isfinite().all()):
         return False, False
     return bool(tensor.isnan().any()), bool(tensor.isinf().any())
-
-
-def _has_infinity(arguments: Iterable[Any]) -> bool:
-    """Whether there is an infinite number among arguments."""
-    return any(
-        _has_infinity(one) if isinstance(one, (list, tuple)) else isinstance(one, float) and math.isinf(one)
-        for one in arguments
-    )
 
 
 def _contents(tensor: Tensor) -> str:

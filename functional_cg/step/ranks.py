@@ -16,6 +16,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product, zip_longest
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -27,11 +28,12 @@ from ..shards.collectives import ALL_REDUCE, is_collective, result_of
 from ..shards.groups import Captures, Groups
 from ..shards.mesh import Axis, Mesh
 from ..shards.transfers import RECEIVE, SEND
-from ..stages.program import Instr, Program, Var
+from ..stages.program import Instr, Program, Var, numbers_in
 from ..stages.schedule import live_instrs
 from ..stages.sub_programs import SubProgram, each_once
 from ..state.arena import BufferSpec
 from ..tensors.op_table import row_of
+from .report import grouped
 
 __all__ = ["groups_of", "meet"]
 
@@ -123,12 +125,9 @@ def _refuse_unmet(program: Program, lowered: Program, mesh: Mesh, stages: Axis) 
     said = _said(mesh, function, title, [notes, mine])
     other = next((rank for rank, (one, _) in enumerate(said) if one != said[0][0]), 0)
     rows = [f"rank {rank}  {said[rank][0]}" for rank in (0, other)] if other else []
-    ends: dict[str, list[tuple[Any, str, list[str]]]] = {}
-    for rank, (_, groups) in enumerate(said):
-        for group, (does, what) in groups.items():
-            ends.setdefault(group, []).append((rank, does, what))
-    for group in sorted(ends):
-        rows += _unlike(ends[group])
+    ends = [(group, (rank, *end)) for rank, (_, groups) in enumerate(said) for group, end in groups.items()]
+    for _, of_group in sorted(grouped(ends, itemgetter(0)).items()):
+        rows += _unlike([end for _, end in of_group])
     if rows:
         raise RankError.of(
             function,
@@ -141,17 +140,18 @@ def _refuse_unmet(program: Program, lowered: Program, mesh: Mesh, stages: Axis) 
 
 def _between_stages(program: Program, lowered: Program, mesh: Mesh) -> dict[str, tuple[str, list[str]]]:
     """Return what this rank does in each group of ranks that hold other stages, and of what, in order."""
-    found: dict[str, tuple[str, list[str]]] = {}
-    for instr in program.instrs:
-        if instr.op is SEND:
-            found.setdefault(instr.args[-1], ("sends", []))[1].append(_spec(instr.args[0]))
-        elif instr.op is RECEIVE:
-            found.setdefault(instr.args[-1], ("receives", []))[1].append(_spec(instr.out[0]))
-    for instr in live_instrs(lowered):
-        if _is_between_stages(instr, mesh):
-            what = f"{instr.args[1]} of {_spec(instr.args[0])}"
-            found.setdefault(f"sums of {instr.args[-1]}", ("adds", []))[1].append(what)
-    return found
+    sent = [
+        (instr.args[-1], *(("sends", instr.args[0]) if instr.op is SEND else ("receives", instr.out[0])))
+        for instr in program.instrs
+        if instr.op in (SEND, RECEIVE)
+    ]
+    added = [
+        (f"sums of {instr.args[-1]}", "adds", f"{instr.args[1]} of {_spec(instr.args[0])}")
+        for instr in live_instrs(lowered)
+        if _is_between_stages(instr, mesh)
+    ]
+    ends = grouped([*((group, does, _spec(var)) for group, does, var in sent), *added], itemgetter(0))
+    return {group: (some[0][1], [what for *_, what in some]) for group, some in ends.items()}
 
 
 def _is_between_stages(instr: Instr, mesh: Mesh) -> bool:
@@ -239,7 +239,7 @@ def _refuse_divergence(
             found = {axis: source for axis, source in known.items() if axis not in cut}
             if found:
                 rows.append(f"{name}  differs over {', '.join(found)}, by {next(iter(found.values()))}")
-            elif data and not _is_stacked(spec):
+            elif data and not (spec.placement is not None and spec.placement.stacked):
                 patchworks.append(
                     f"{name}  each shard over {', '.join(data)} by its own {next(iter(data.values()))}"
                 )
@@ -264,10 +264,6 @@ def _refuse_divergence(
 
 def _leaves(rows: Sequence[str]) -> str:
     return "a leaf" if len(rows) == 1 else f"{len(rows)} leaves"
-
-
-def _is_stacked(spec: BufferSpec) -> bool:
-    return spec.placement is not None and spec.placement.stacked
 
 
 def _cut(spec: BufferSpec) -> tuple[str, ...]:
@@ -327,8 +323,7 @@ def _followed(
     everywhere = tuple(axes.values())
     differs = _Differences()
     for slot, spec, name in zip(program.slots, specs, program.slot_names, strict=True):
-        cut = () if of_data else _cut(spec)
-        differs.add(slot, {axis: name for axis in cut if axis in everywhere})
+        differs.add(slot, {axis: name for axis in _cut(spec) if axis in everywhere and not of_data})
     for var, name in zip(program.inputs, names, strict=True):
         differs.add(var, dict.fromkeys(everywhere if var.spec.shape else (), name))
     for number, constant in enumerate(program.constants):
@@ -345,10 +340,9 @@ def _followed(
             for mine, var in zip(instr.op.results, instr.out, strict=True):
                 differs.note([var], {one.storage for one in given}, {**inside.of(mine), **told})
             return
-        found: dict[str, str] = {}
-        for var in () if row_of(instr.op).fresh else instr.inputs():
-            found = {**differs.of(var), **found}
-        found = {**told, **found}
+        found = {**told}
+        for var in () if row_of(instr.op).fresh else reversed(instr.inputs()):
+            found |= differs.of(var)
         if _is_between_stages(instr, mesh):
             group = instr.args[-1]
             place = f"{group} {counts[group]} {of_data}"
@@ -397,16 +391,7 @@ def _word_of(instr: Instr) -> str:
     if isinstance(instr.op, SubProgram):
         word: str = instr.op.known("numbers", lambda one: _word(" ".join(map(_word_of, one.calls))))
         return word
-    return _word(repr(list(_numbers([instr.args, *instr.kwargs.values()]))))
-
-
-def _numbers(value: Any) -> Iterator[Any]:
-    """Yield the numbers among arguments, including those in lists."""
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _numbers(item)
-    elif isinstance(value, (bool, int, float, complex)):
-        yield value
+    return _word(repr(list(numbers_in([instr.args, *instr.kwargs.values()]))))
 
 
 def _word(text: str) -> str:

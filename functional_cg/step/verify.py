@@ -154,10 +154,11 @@ def _differences(root: str, expected: Any, got: Any) -> list[str]:
         return pytree.structure_diff(treedef, other, root) or [
             f"{root}  eager and replay differ in structure"
         ]
-    triples = [
-        (pytree.path_string(path, root), want, have) for (path, want), have in zip(pairs, leaves, strict=True)
+    return [
+        f"{pytree.path_string(path, root)}  {text}"
+        for (path, want), have in zip(pairs, leaves, strict=True)
+        if (text := _difference(want, have))
     ]
-    return [f"{name}  {text}" for name, want, have in triples if (text := _difference(want, have))]
 
 
 def _difference(want: Any, have: Any) -> str:

@@ -683,8 +683,8 @@ MUTANTS = (
         "an eager run sees its inputs in other strides than a replay",
         (
             (
-                "    out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=device)",
-                "    out = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)",
+                "torch.empty_strided(one.shape, spec.stride, dtype=one.dtype, device=call.device).copy_(one)",
+                "torch.empty(one.shape, dtype=one.dtype, device=call.device).copy_(one)",
             ),
         ),
         (f"{BETWEEN}test_an_eager_run_sees_inputs_in_their_strides",),
@@ -882,7 +882,7 @@ MUTANTS = (
     Mutant(
         "N84",
         "the value of a buffer that was read on the host is compared on the slow path alone",
-        (("Supposed(lowered.program, call.states) or None", "None"),),
+        (("Supposed(lowered.program, call.states) if supposes else None", "None"),),
         (
             "tests/test_supposed.py::test_a_checkpoint_with_another_value_is_refused",
             "tests/test_supposed.py::test_another_value_is_refused_wherever_it_comes_from",

@@ -182,7 +182,7 @@ PIPELINES = (
     Mutant(
         "N114 order",
         "ranks compare in which order they sum as traced, not as it will run",
-        (("for instr in live_instrs(lowered):", "for instr in live_instrs(program):"),),
+        (("for instr in live_instrs(lowered)\n", "for instr in live_instrs(program)\n"),),
         (f"{GROUPS}test_sums_in_one_group_have_one_order_on_all_ranks_as_they_will_run",),
         no_gpu=SEVERAL,
     ),

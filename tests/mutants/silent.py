@@ -741,7 +741,7 @@ SILENT = (
     Mutant(
         "N250",
         "what came in with NaN is the fault of the first call that reads it",
-        (("            self._from[var.storage] = frozenset({-1})\n", "            pass\n"),),
+        (("                self._from[var.storage] = frozenset({-1})\n", "                pass\n"),),
         ("tests/test_nonfinite.py::test_a_leaf_that_is_not_finite_before_is_named",),
         no_gpu="a tool that runs call by call",
     ),

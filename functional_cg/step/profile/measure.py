@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from itertools import cycle
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, cast
 
 import torch
@@ -30,7 +30,7 @@ from .kernels import launched_in, lines_told
 from .result import Phase, Profile, ProfiledCall, ProfiledKernel
 from .timing import Act, Clock, replaying, timed
 
-__all__ = ["module_of", "phases", "profile_of", "source_of"]
+__all__ = ["location_of", "phases", "profile_of"]
 
 _OPTIMIZER = "(optimizer)"
 _UNKNOWN = "(unknown)"
@@ -55,9 +55,9 @@ def profile_of(call: Call, lowered: Lowered) -> Profile:
     by_kernel = isinstance(plan, InPlacePlan) and os.environ.get("FCG_PROFILE_KERNELS") == "1"
     apart = cast("InPlacePlan", plan) if by_kernel else lower_aten(program, timed=True)
     run_on = partial(_run_on, apart, buffers, copy_in)
-    with among(mesh, call.function):
-        with replaying(plan, buffers, lowered.reference.unchecked.slots, copy_in, device) as replay:
-            call_s, parts = timed(run_on, replay, device, call.function)
+    captured = replaying(plan, buffers, lowered.reference.unchecked.slots, copy_in, device)
+    with among(mesh, call.function), captured as replay:
+        call_s, parts = timed(run_on, replay, device, call.function)
     launches = list(_launches(parts, apart))
     times: dict[Instr | str, float] = defaultdict(float)
     for _, seconds, computed in launches:  # shared among the calls, by the bytes of each
@@ -102,11 +102,8 @@ def _run_on(plan: Plan, buffers: Buffers, copy_in: Act, clock: Clock) -> Act:
 
 def _launches(parts: Sequence[tuple[Any, float]], plan: Plan) -> Iterator[_Launch]:
     """Yield what takes time; only a kernel has a name. Views that it computes cost nothing, unless that is all."""
-    named: Mapping[str, Instr] = {}
-    names: dict[Instr, str] = {}
-    if isinstance(plan, InPlacePlan):
-        named = plan.named_calls()
-        names = {instr: f"{instr.name}.{number}" for number, instr in enumerate(plan.schedule.fused)}
+    named, fused = (plan.named_calls(), plan.schedule.fused) if isinstance(plan, InPlacePlan) else ({}, ())
+    names = {instr: f"{instr.name}.{number}" for number, instr in enumerate(fused)}
     launched = cache(launched_in)
     for part, seconds in parts:
         if isinstance(part, tuple) and seconds:
@@ -148,16 +145,8 @@ def _profiled(
     names = _names_of(instr.origin.line for instr in instrs)
     found: dict[Instr | str, ProfiledCall] = {}
     for instr, phase in phases(instrs).items():
-        line = instr.origin.line
-        found[instr] = ProfiledCall(
-            instr.name,
-            module_of(instr, phase),
-            _UNKNOWN if line is None else names[line],
-            source_of(instr),
-            phase,
-            times.get(instr, 0.0),
-            nbytes[instr],
-        )
+        place = location_of(instr, phase, names)
+        found[instr] = ProfiledCall(*place, times.get(instr, 0.0), nbytes[instr])
     for kind in [of for of in times if isinstance(of, str)]:
         of_state = kind == _STATE
         what, where = (kind, kind) if kind == _UNKNOWN else (f"copy {kind}", COPIES)
@@ -166,18 +155,23 @@ def _profiled(
     return found
 
 
-def module_of(instr: Instr, phase: Phase) -> str:
-    """Return the path of a call's module; outside of modules the function that makes it, or a kind in parentheses."""
+def location_of(
+    instr: Instr, phase: Phase, names: Mapping[Location, str] = MappingProxyType({})
+) -> tuple[str, str, str, str, Phase]:
+    """Return what a :class:`LocatedCall` says of a call.
+
+    Args:
+      instr: The call.
+      phase: Its phase.
+      names: Names of lines; of one that is not there, that of its file and its number.
+    """
     line, module = instr.origin.line, instr.origin.module
     if not module and instr.inner and phase == "update":
         module = _OPTIMIZER
-    return module or (_UNKNOWN if line is None else f"{line.function}()")
-
-
-def source_of(instr: Instr) -> str:
-    """Return what stands on a call's line; empty if its file is gone."""
-    line = instr.origin.line
-    return "" if line is None else linecache.getline(line.filename, line.line).strip()
+    if line is None:
+        return instr.name, module or _UNKNOWN, _UNKNOWN, "", phase
+    source = linecache.getline(line.filename, line.line).strip()
+    return instr.name, module or f"{line.function}()", names.get(line, str(line)), source, phase
 
 
 def _names_of(lines: Iterable[Location | None]) -> dict[Location, str]:
@@ -193,5 +187,5 @@ def _resident(program: Program) -> dict[str, int]:
     sizes = memory_analysis(program).sizes
     fields = {name: nbytes for name, nbytes in sizes.items() if "." in name}
     state = fields if sum(fields.values()) == sizes["state"] else {"state": sizes["state"]}
-    parts = {**state, **{name: sizes[name] for name in ("inputs", "constants")}}
-    return {name: nbytes for name, nbytes in parts.items() if nbytes}
+    others = ((name, sizes[name]) for name in ("inputs", "constants"))
+    return {name: nbytes for name, nbytes in (*state.items(), *others) if nbytes}

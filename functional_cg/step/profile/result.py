@@ -16,6 +16,7 @@ from ..report import Part, Report, as_text, grouped, shortened
 __all__ = [
     "PHASES",
     "KernelRow",
+    "LocatedCall",
     "Phase",
     "Profile",
     "ProfileRow",
@@ -34,8 +35,8 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class ProfiledCall:
-    """A call of a step, or its copies of inputs, metrics or new state.
+class LocatedCall:
+    """A call of a step, and where it comes from.
 
     Attributes:
       op: Name of the ATen op, or of what is copied.
@@ -45,9 +46,6 @@ class ProfiledCall:
       source: What stands on that line; empty if its file is gone.
       phase: ``"forward"``, ``"backward"`` or ``"update"``. What the backward recomputes is backward; what is computed
         from gradients, such as a clip, is update.
-      seconds: Time of the call by itself: the median of several runs; on a GPU, the mean time of its kernels. Of a
-        kernel that computes several calls, the call's share.
-      nbytes: Bytes of its results that are in memory at the step's peak.
     """
 
     op: str
@@ -55,6 +53,18 @@ class ProfiledCall:
     line: str
     source: str
     phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledCall(LocatedCall):
+    """A call of a step, or its copies of inputs, metrics or new state: what :class:`LocatedCall` says, and its costs.
+
+    Attributes:
+      seconds: Time of the call by itself: the median of several runs; on a GPU, the mean time of its kernels. Of a
+        kernel that computes several calls, the call's share.
+      nbytes: Bytes of its results that are in memory at the step's peak.
+    """
+
     seconds: float
     nbytes: int
 
@@ -118,9 +128,14 @@ class ProfileRow:
     nbytes: int
 
     @property
+    def parts(self) -> tuple[float, float, float]:
+        """Seconds of its calls in the forward, the backward and the update."""
+        return self.forward_s, self.backward_s, self.update_s
+
+    @property
     def seconds(self) -> float:
         """Seconds of all its calls."""
-        return math.fsum((self.forward_s, self.backward_s, self.update_s))
+        return math.fsum(self.parts)
 
 
 @dataclass(frozen=True, repr=False, slots=True)
@@ -313,23 +328,34 @@ def _of_calls(name: str, rows: Sequence[ProfileRow], most: int) -> list[tuple[st
     """Return rows as cells, after a title for each column; in a notebook, with a bar for the time of each."""
     total = math.fsum(row.seconds for row in rows)
     longest = max((row.seconds for row in rows), default=0.0) or 1.0
-    cells: list[tuple[str, ...]] = [(name, "calls", *PHASES, "ms", "%", "peak MiB", element("span"))]
-    for row in shortened(rows, most):
-        parts = [row.forward_s, row.backward_s, row.update_s]
-        phases = [_ms(part) if part else "" for part in parts]
-        nbytes, bar = _mib(row.nbytes) if row.nbytes else "", stack([part / longest for part in parts])
-        cells.append((title(row), f"{row.calls:,}", *phases, *_time(row.seconds, total), nbytes, bar))
-    return cells
+    cells = [
+        (
+            title(row),
+            f"{row.calls:,}",
+            *(_ms(part) if part else "" for part in row.parts),
+            *_time(row.seconds, total),
+            _mib(row.nbytes) if row.nbytes else "",
+            stack([part / longest for part in row.parts]),
+        )
+        for row in shortened(rows, most)
+    ]
+    return [(name, "calls", *PHASES, "ms", "%", "peak MiB", element("span")), *cells]
 
 
 def _of_kernels(rows: Sequence[KernelRow], most: int) -> list[tuple[str, ...]]:
     total = math.fsum(row.seconds for row in rows)
-    cells: list[tuple[str, ...]] = [("by kernel", "kernels", "phase", "ms", "%", "modules", "lines")]
-    for row in shortened(rows, most):
-        modules, phases = list(map(_end, row.modules)), ", ".join(row.phases)
-        parts_of = _several(modules), _several(row.lines)
-        cells.append((_start(row.name), f"{row.kernels:,}", phases, *_time(row.seconds, total), *parts_of))
-    return cells
+    cells = [
+        (
+            _start(row.name),
+            f"{row.kernels:,}",
+            ", ".join(row.phases),
+            *_time(row.seconds, total),
+            _several(list(map(_end, row.modules))),
+            _several(row.lines),
+        )
+        for row in shortened(rows, most)
+    ]
+    return [("by kernel", "kernels", "phase", "ms", "%", "modules", "lines"), *cells]
 
 
 def _time(seconds: float, total: float) -> tuple[str, str]:

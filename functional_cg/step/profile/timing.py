@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -67,17 +67,14 @@ def replaying(
     plan: Plan, buffers: Buffers, unchecked: Sequence[bool], copy_in: Act, device: torch.device
 ) -> Iterator[Act]:
     """Capture a plan on buffers, which each run writes; yield what copies the inputs in and replays it."""
-    with quiet():
-        replay = backend_for(device).capture(plan, buffers, partial(scratch, buffers, unchecked))
+    backend, spare = backend_for(device), partial(scratch, buffers, unchecked)
+    with quiet(), closing(backend.capture(plan, buffers, spare)) as replay:
 
         def call() -> None:
             copy_in()
             replay(())
 
-        try:
-            yield call
-        finally:
-            replay.close()
+        yield call
 
 
 def timed(
