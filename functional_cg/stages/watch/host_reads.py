@@ -427,7 +427,11 @@ class HostReads:
         for place in places:
             gone = id(place.value) in made
             place.value, place.outlives = (GONE, False) if gone else (place.value, True)
-        entries = [entry for entry in self.entries.values() if _remains(entry)]
+        entries = [
+            entry
+            for entry in self.entries.values()
+            if all(place.root.value is not GONE for place in entry.places())
+        ]
         self.entries.clear()
         return entries
 
@@ -887,11 +891,6 @@ _HERE = 3  # references to an object that such a loop looks at: of the list or d
 def _definer(cls: type, name: str) -> type:
     """Return the class that stores a name, the class itself or one of its bases; the class if none does."""
     return next((one for one in cls.__mro__ if name in vars(one)), cls)
-
-
-def _remains(entry: Entry) -> bool:
-    led_to = entry.old.root.value if entry.how is How.ALIAS else None
-    return entry.owner.root.value is not GONE and led_to is not GONE
 
 
 def _computed(module: ModuleType, name: str) -> Any:

@@ -30,6 +30,7 @@ from ...tensors.aten import unwrapped
 __all__ = [
     "Contents",
     "Excerpt",
+    "Said",
     "Shape",
     "excerpts",
     "holds",
@@ -194,9 +195,9 @@ def _reader(container: Any) -> Callable[[Any], Iterable[Any]]:
             return lambda now: itertools.chain.from_iterable(now.items())
         case set() | frozenset():
             return lambda now: (frozenset(now),)
-        case KeysView() | ItemsView() | ValuesView():
-            return iter
-        case list() | tuple() | deque() | bytearray() | array.array():
+        case (
+            KeysView() | ItemsView() | ValuesView() | list() | tuple() | deque() | bytearray() | array.array()
+        ):
             return iter
         case memoryview() | ctypes.Array():
             return lambda now: (bytes(now),)
@@ -214,14 +215,18 @@ def _same_part(new: Any, old: Any) -> bool:
     return new is old or inner or same(new, old)
 
 
-@dataclass(frozen=True)
-class Excerpt:
-    """What a message shows of a container."""
+@dataclass(frozen=True, repr=False)
+class Said:
+    """Text that a message shows for an object without a short repr."""
 
     text: str
 
     def __repr__(self) -> str:
         return self.text
+
+
+class Excerpt(Said):
+    """What a message shows of a container."""
 
 
 def excerpts(one: Contents, other: Contents) -> tuple[Excerpt, Excerpt]:
