@@ -84,6 +84,7 @@ class Step:
         """Return the expression as the user writes it."""
         if self.way is ATTRIBUTE:
             return f"{owner}.{self.key}"
+        owner = owner.removesuffix("._modules")
         return f'{owner}["{self.key}"]' if type(self.key) is str else f"{owner}[{self.key!r}]"
 
 
