@@ -465,7 +465,10 @@ class HostReads:
         if issubclass(type(owner), torch.nn.Module):
             for registry in _REGISTRIES:
                 if name in storage.get(registry, ()):
-                    return self._of_registry(owner, storage[registry], registry, name)
+                    held = self._read(owner, Step(ATTRIBUTE, registry), storage[registry])
+                    shown = Step(ATTRIBUTE, name).shown(self.place(owner).name)
+                    self.found(self.place(held), Step(ITEM, name), held[name], shown)
+                    return held[name]
         if in_class is missing:
             return self._looked_up(owner, name)
         return self._of_its_class(owner, name, in_class)
@@ -499,12 +502,6 @@ class HostReads:
             self._lacks(place, name)
         return UNKNOWN
 
-    def _of_registry(self, owner: Any, held: dict[str, Any], registry: str, name: str) -> Any:
-        place = self.place(owner)
-        self.found(place, Step(ATTRIBUTE, registry), held, f"{place.name}.{registry}")
-        self.found(self.place(held), Step(ITEM, name), held[name], f"{place.name}.{name}")
-        return held[name]
-
     def _read(self, owner: Any, step: Step, value: Any) -> Any:
         """Record and return ``value``, which was read at a step from an object."""
         place = self.place(owner)
@@ -523,8 +520,7 @@ class HostReads:
             return in_class
         self.of_class(type(owner), name, in_class)
         of_module = issubclass(type(owner), torch.nn.Module) and not name.startswith("_")
-        of_interest = self.is_of_user(type(owner)) or of_module
-        if of_interest:  # what is stored in the instance would precede it
+        if of_module or self.is_of_user(type(owner)):  # what is stored in the instance would precede it
             place = self.place(owner)
             shown = f"{place.name}.{name}"
             self.part(place, functools.partial(stores, name), False, shown, name, defines=True)
@@ -701,21 +697,18 @@ class HostReads:
         """
         if module.__name__.startswith("functional_cg") or is_user_module(module):
             return
-        stored = name in vars(module)
+        place, stored = Place(module, module.__name__), name in vars(module)
         found = vars(module)[name] if stored else _computed(module, name)
-        if not stored:
-            if found is missing and module is not builtins:
-                self._lacks(Place(module, module.__name__), name)
-            if not is_value(found):
-                return
-        if type(found) is ModuleType or type(found).__module__ == "torch":  # as a dtype does
+        if found is missing and module is not builtins:
+            self._lacks(place, name)
+        of_torch = type(found).__module__ == "torch"  # as a dtype is
+        if of_torch or type(found) is ModuleType or not (stored or is_value(found)):
             return
         definition = issubclass(type(found), type | FunctionType | BuiltinFunctionType)
         # Where a program prints to is no part of the step, and a library's private objects are its own to exchange.
         if definition or is_value(found) or not (module is sys or name.startswith("_")):
             step, how = Step(ATTRIBUTE, name), How.SAME if is_value(found) else How.IDENTICAL
-            shown = f"{module.__name__}.{name}"
-            self.compare(Place(module, module.__name__), step, how, found, shown, defines=stored)
+            self.compare(place, step, how, found, step.shown(place.name), defines=stored)
 
     def answers(self, getter: Any, value: Any) -> None:
         """Record what a compiled getter says that takes no arguments."""

@@ -90,10 +90,9 @@ class Instructions:
     def is_fresh(self) -> bool:
         """Whether a generator whose frame starts has not yielded before."""
         ins = next((one for one in instructions_of(self.code) if one.offset == self.frame.f_lasti), None)
-        went_on = ins is not None and (
+        return ins is None or not (
             ins.opname in ("YIELD_VALUE", "SEND") or (ins.opname == "RESUME" and ins.arg)
         )
-        return not went_on
 
     def step(self, offset: int) -> bool:
         """Handle an instruction that is about to run; return whether it is of a kind that reads."""

@@ -136,7 +136,6 @@ class Contents:
     """
 
     __slots__ = ("_read", "kind", "parts")
-    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, container: Any) -> None:
         self.kind, self._read = type(container), _reader(container)
@@ -157,13 +156,6 @@ class Contents:
         now, parts = tuple(self._read(container)), self.parts
         return len(now) == len(parts) and (
             all(map(operator.is_, now, parts)) or all(map(_same_part, now, parts))
-        )
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Contents)
-            and (self.kind, len(self.parts)) == (other.kind, len(other.parts))
-            and all(map(_same_part, self.parts, other.parts))
         )
 
 
