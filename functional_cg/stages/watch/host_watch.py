@@ -17,7 +17,7 @@ from ...ambient.torch_modes import TORCH_MODES, modes_now, unchanged_modes
 from ...errors import BakedValueError
 from ...pytree.sameness import same
 from .places import ATTRIBUTE, Entry, How, Place, Step
-from .values import Contents, Excerpt, Said, excerpts, is_container, shown
+from .values import DEFINED, LOST, Contents, Excerpt, Said, excerpts, is_container, shown
 
 __all__ = ["HostWatch", "refusal"]
 
@@ -65,10 +65,10 @@ class HostWatch:
     def differences(self) -> list[tuple[str, object, object]]:
         """Return (name, old, new) for each value that has changed."""
         read = [(entry, _read(entry)) for entry in self._entries]
-        changed = [(entry, now) for entry, now in read if now is _GONE or not entry.agrees(now)]
+        changed = [(entry, now) for entry, now in read if now is LOST or not entry.agrees(now)]
         rows = [(entry.name, *_sides(entry, now)) for entry, now in changed if not entry.defines]
         redefined = dict.fromkeys(entry.name for entry, _ in changed if entry.defines)
-        return rows + [(name, _DEFINED, Said("defined anew")) for name in redefined]
+        return rows + [(name, DEFINED, Said("defined anew")) for name in redefined]
 
     def other_modes(self) -> list[tuple[str, object, object]]:
         """Return (name, old, new) for each mode of torch that has changed and counts."""
@@ -111,7 +111,7 @@ def _fix(name: str, old: object) -> str:
             f"a declared constant stays the tensor that it was at the first call: pass `{name}` as an input, keep it "
             "in the state, or make another step."
         )
-    if old is _DEFINED:
+    if old is DEFINED:
         return f"make the step anew, `graph_step(fn)`: its graph has the old `{name}` in it."
     if name in _MODES:
         return "set the mode before the first call and leave it; for another one make another step."
@@ -130,14 +130,11 @@ def _fix(name: str, old: object) -> str:
     )
 
 
-_DEFINED, _GONE = Said("as defined then"), Said("<gone>")
-
-
 def _read(entry: Entry) -> object:
     try:
         return entry.read()
     except Exception:  # a user's object may raise anything; the value counts as gone
-        return _GONE
+        return LOST
 
 
 def _sides(entry: Entry, now: object) -> tuple[object, object]:
@@ -145,7 +142,7 @@ def _sides(entry: Entry, now: object) -> tuple[object, object]:
     if entry.how is How.CONTENTS:
         old, new = excerpts(entry.old, Contents(now) if is_container(now) else entry.old)
         return old, new if is_container(now) else now
-    if now is _GONE:
+    if now is LOST:
         return (entry.old if entry.how is not How.ALIAS else Said(f"`{entry.old.name}`")), now
     match entry.how:
         case How.KIND:

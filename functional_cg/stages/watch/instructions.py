@@ -322,6 +322,12 @@ class Instructions:
             if value is not None and is_value(value) and same(getter(), value):
                 self.reads.answers(getter, value)
 
+    def _vars(self, owner: Any = UNKNOWN) -> None:
+        self.attribute(owner, "__dict__")
+
+    def _truth_of(self, owner: Any = UNKNOWN) -> None:
+        self.size(owner, truth=True)
+
     def _class_of(self, owner: Any = UNKNOWN, *classes: Any) -> None:
         if self._reads_from(owner):
             self.reads.shape_of(type(owner))
@@ -534,7 +540,7 @@ _READERS: tuple[tuple[Callable[..., None], int | Callable[[int], int], str], ...
     (Instructions._match_keys, 2, "MATCH_KEYS"),
     (Instructions.size, 1, "GET_LEN"),
     (
-        functools.partial(Instructions.size, truth=True),
+        Instructions._truth_of,
         1,
         """UNARY_NOT TO_BOOL JUMP_IF_TRUE_OR_POP JUMP_IF_FALSE_OR_POP POP_JUMP_IF_TRUE POP_JUMP_IF_FALSE
         POP_JUMP_FORWARD_IF_TRUE POP_JUMP_FORWARD_IF_FALSE POP_JUMP_BACKWARD_IF_TRUE POP_JUMP_BACKWARD_IF_FALSE""",
@@ -631,9 +637,9 @@ _BUILTINS: Mapping[Any, Callable[..., None]] = MappingProxyType(
         getattr: Instructions._ask,
         hasattr: Instructions._ask,
         dir: Instructions._ask,
-        vars: functools.partial(Instructions._ask, name="__dict__"),
+        vars: Instructions._vars,
         len: Instructions.size,
-        bool: functools.partial(Instructions.size, truth=True),
+        bool: Instructions._truth_of,
         globals: Instructions._globals,
         id: Instructions._which,
         hash: Instructions._which,

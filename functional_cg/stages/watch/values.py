@@ -28,6 +28,8 @@ from ...state.arena import BufferSpec
 from ...tensors.aten import unwrapped
 
 __all__ = [
+    "DEFINED",
+    "LOST",
     "Contents",
     "Excerpt",
     "Said",
@@ -215,6 +217,10 @@ class Said:
 
     def __repr__(self) -> str:
         return self.text
+
+
+# What a message shows of a definition, and instead of what is no longer there.
+DEFINED, LOST = Said("as defined then"), Said("<gone>")
 
 
 class Excerpt(Said):
