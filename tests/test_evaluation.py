@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from functional_cg.stages.watch.evaluation import Evaluation, readable
+from functional_cg.stages.watch.evaluation import Evaluation, depths_of, readable
 
 pytestmark = pytest.mark.skipif(not readable(), reason="another interpreter")
 
@@ -118,9 +118,7 @@ def test_what_was_just_loaded_is_on_top(name: str) -> None:
     last: list[dis.Instruction] = []
 
     def see(frame: types.FrameType, offset: int) -> None:
-        depth = evaluation.depth(offset)
-        assert depth is not None
-        slots = [evaluation.value(frame, slot) for slot in range(depth)]
+        slots = evaluation.top(frame, offset, depths_of(code)[offset])
         if last and last[0].opname in ("LOAD_FAST", "LOAD_CONST", "LOAD_DEREF"):
             held = last[0].argval if last[0].opname == "LOAD_CONST" else frame.f_locals[last[0].argval]
             seen.append(slots[-1] is held or slots[-1] == held)
@@ -144,8 +142,7 @@ def test_depths_agree_in_any_code() -> None:
         while left:
             code = left.pop()
             left += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-            depths = [Evaluation(code).depth(one.offset) for one in dis.get_instructions(code)]
-            reached = [depth for depth in depths if depth is not None]
+            reached = list(depths_of(code).values())
             assert reached, code
             assert 0 <= min(reached), code
             assert max(reached) <= code.co_stacksize, code
@@ -165,7 +162,7 @@ def test_depths_are_those_of_the_interpreter() -> None:
         code = frame.f_code
         cells = [name for name in code.co_cellvars if name not in code.co_varnames]
         depth = used - len(code.co_varnames) - len(cells) - len(code.co_freevars)
-        if Evaluation(code).depth(offset) != depth:
+        if depths_of(code).get(offset) != depth:
             wrong.append((code.co_name, offset))
 
     for function in FUNCTIONS.values():

@@ -51,24 +51,13 @@ class Evaluation:
         self._first = _WORD * (before + len(code.co_varnames) + cells + len(code.co_freevars))
         self._depths = depths_of(code)
 
-    def depth(self, offset: int) -> int | None:
-        """Return how many slots are in use before the instruction at ``offset``; None if that is not known."""
-        return self._depths.get(offset)
-
     def top(self, frame: FrameType, offset: int, count: int) -> list[Any]:
         """Return what the uppermost slots hold before the instruction at ``offset``, the deepest first.
 
         The frame must be in a trace function, or in a callback of ``sys.monitoring``. A slot without an object gives
         UNKNOWN.
         """
-        return self._values(frame, self._depths[offset] - count, count)
-
-    def value(self, frame: FrameType, slot: int) -> Any:
-        """Return what a slot in use holds, counted from the bottom, as :meth:`top` does."""
-        return self._values(frame, slot, 1)[0]
-
-    def _values(self, frame: FrameType, first: int, count: int) -> list[Any]:
-        address = _inner(frame) + self._first + _WORD * first
+        address = _inner(frame) + self._first + _WORD * (self._depths[offset] - count)
         if not self._tag:
             try:
                 return list(_slots(ctypes.py_object, count).from_address(address))

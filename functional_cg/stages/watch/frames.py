@@ -20,11 +20,12 @@ import torch
 
 from ...concurrency.garbage import no_garbage_collection
 from ...errors import CaptureError
-from ...messages.source import is_user_file
+from ...messages.source import frames, is_user_file
 from .evaluation import readable
 from .host_reads import HostReads, first_argument
 from .instructions import Instructions
 from .kinds import takes_arguments
+from .places import Place
 
 __all__ = ["Follower"]
 
@@ -89,7 +90,9 @@ class Follower:
                 with _traced(self) if sys.version_info < (3, 12) else _monitored(self):
                     yield
             finally:
-                self._leave()
+                for followed in self._frames.values():  # that have not ended
+                    del followed.frame
+                self._frames.clear()
 
     def aside(self, act: Callable[..., Any], *args: Any) -> Any:
         """Call a function without following its frames: a library's, or a signal handler."""
@@ -160,30 +163,29 @@ class Follower:
             self._hooks.append(frame)
         if followed is not None:
             return followed
-        if own is None or not (own or self._is_method_of_known(frame) or self._is_asked(frame)):
+        if own is None or not (own or self._counts(frame)):
             return None
         followed = self._frames[id(frame)] = Instructions(frame, self._reads, own=own)
         if own and frame.f_code.co_flags & _YIELDS and not followed.is_fresh:
-            self._reads.went_on(frame)
+            self._reads.goes_on(Place(frame, frame.f_code.co_name))
         return followed
 
     def only_copies(self, frame: FrameType) -> bool:
         """Whether a frame takes part in a copy and no code of the user's has called it."""
         if not self.copies or self.owned(frame):
             return False
-        while self._hooks and not _is_below(frame, self._hooks[-1]):
+        while self._hooks and not any(one is self._hooks[-1] for one in frames(frame)):
             self._hooks.pop()  # an exception has ended it
         return not self._hooks
 
-    def _is_method_of_known(self, frame: FrameType) -> bool:
-        known = self._reads.known(first_argument(frame.f_code, frame.f_locals))
-        return known is not None
+    def _counts(self, frame: FrameType) -> bool:
+        """Whether a library's code may read what is the user's.
 
-    def _is_asked(self, frame: FrameType) -> bool:
-        """Whether the user's code asks a library for something that depends on no argument, such as a flag."""
-        return (
-            not takes_arguments(frame.f_code) and frame.f_back is not None and bool(self.owned(frame.f_back))
-        )
+        It does as a method of a known object, or if the user's code asks for what depends on no argument: a flag.
+        """
+        if takes_arguments(frame.f_code):
+            return self._reads.known(first_argument(frame.f_code, frame.f_locals)) is not None
+        return frame.f_back is not None and bool(self.owned(frame.f_back))
 
     def returned(self, frame: FrameType) -> None:
         """Handle a frame that returns or yields."""
@@ -193,26 +195,13 @@ class Follower:
             followed = self._frames.pop(id(frame), None)
             if followed is not None:
                 followed.look_at_kept()
-                followed.leave()
-
-    def _leave(self) -> None:
-        """Release the frames that have not ended."""
-        for followed in self._frames.values():
-            followed.leave()
-        self._frames.clear()
-
-
-def _is_below(frame: FrameType | None, caller: FrameType) -> bool:
-    while frame is not None and frame is not caller:
-        frame = frame.f_back
-    return frame is not None
+                del followed.frame
 
 
 def _is_own(frame: FrameType) -> bool | None:
     filename, namespace = frame.f_code.co_filename, frame.f_globals
-    if frame.f_code is torch.nn.Module.__getattr__.__code__:
-        return None  # its lookup is known
-    if filename.startswith(_NOT_OF_OBJECTS):
+    lookup = torch.nn.Module.__getattr__.__code__  # it is known
+    if frame.f_code is lookup or filename.startswith(_NOT_OF_OBJECTS):
         return None
     if not is_user_file(filename):
         return None if filename.startswith(("<", _OURS)) and filename not in _FROZEN else False

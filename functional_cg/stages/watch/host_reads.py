@@ -23,27 +23,26 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from ...messages.source import Location, is_user_file
+from ...messages.source import Location, is_installed
 from .evaluation import function_of
 from .kinds import (
+    AS_STORED,
     BUILTINS,
     UNKNOWN,
     Stored,
     advances,
-    after,
     bound,
     computes,
     definer_after,
     generator_state,
     has_key,
-    holds,
+    in_slot,
     inside,
-    is_installed,
     is_key,
     is_slot,
     is_user_class,
+    is_user_function,
     is_user_module,
-    parameters_with_defaults,
     stored_in_class,
     stores,
 )
@@ -90,9 +89,11 @@ class HostReads:
     Attributes:
       entries: What is compared at each call.
       frame: The running frame.
+      is_of_user: Whether a class is user code.
       says_autocast: Whether a function names autocast, and so may depend on its default dtypes.
       memory: The constants that some function remembers.
-      threads: The lines that start a thread.
+      asked_types: The lines that compare the type of a traced tensor with that of ordinary ones: the answer is another.
+      threads: The lines that start a thread, whose reads are not seen.
       disturbed: Whether another thread has moved what the step made, so that it may count as older than the step.
       contexts: How often the step has set a context variable, less how often it has reset it.
     """
@@ -104,8 +105,7 @@ class HostReads:
     ) -> None:
         self.entries: dict[Any, Entry] = {}
         self.frame: FrameType | None = None
-        self._drawn: list[tuple[Place, Any, Location]] = []
-        self._advanced: list[tuple[Place, Location]] = []
+        self._taken: dict[Place, tuple[Any, Location]] = {}  # a random generator with its state before
         self.changes = Changes()
         self.asked_types: list[Location] = []
         self.threads: list[Location] = []
@@ -115,12 +115,12 @@ class HostReads:
         self.memory = Memory(self._constants)
         self._places: dict[int, Place] = {}
         self._seen: set[Any] = set()
-        self._classes: dict[type, bool] = {}
+        self.is_of_user: Callable[[type], bool] = functools.cache(is_user_class)
         self._registries: dict[int, object] = {}
         self.root(os.environ, "os.environ")
         self._made_lately = made
         self._cells: dict[int, tuple[Place, Step]] = {}
-        self._methods: dict[type, Mapping[CodeType, list[str]]] = {}
+        self._methods_of: Callable[[type], Mapping[CodeType, list[str]]] = functools.cache(_names_of_methods)
 
     def root(self, value: object, name: str, *, outlives: bool = True) -> Place:
         """Return an object's place; a new one is a root, which stays the same object."""
@@ -146,7 +146,7 @@ class HostReads:
         return self.root(value, name, outlives=False)
 
     @property
-    def _site(self) -> Location:
+    def site(self) -> Location:
         """The line being executed."""
         assert self.frame is not None
         return Location(self.frame.f_code.co_filename, self.frame.f_lineno, self.frame.f_code.co_name)
@@ -154,30 +154,21 @@ class HostReads:
     def _arrived(self, place: Place) -> None:
         """Record what a callable stores for its calls: defaults, a bound object, arguments of a partial."""
         value = place.value
-        if type(value) is FunctionType:
-            if is_user_file(value.__code__.co_filename):
-                code = value.__code__
-                self.compare(place, Step(ATTRIBUTE, "__code__"), How.SAME, code, code.co_name, defines=True)
-        elif type(value) is MethodType:
-            if place.owner is None:  # its binding cannot change
-                self.root(value.__func__, place.name, outlives=place.outlives)
-                self.root(value.__self__, "self", outlives=place.outlives)
-                return
-            self.found(place, Step(ATTRIBUTE, "__func__"), value.__func__, place.name)
-            self.found(place, Step(ATTRIBUTE, "__self__"), value.__self__, place.name)
+        if is_user_function(value):
+            code = value.__code__
+            self.compare(place, Step(ATTRIBUTE, "__code__"), How.SAME, code, code.co_name, defines=True)
+        elif type(value) is MethodType and place.owner is None:  # its binding cannot change
+            self.root(value.__func__, place.name, outlives=place.outlives)
+            self.root(value.__self__, "self", outlives=place.outlives)
         elif issubclass(type(value), functools.singledispatchmethod):
             self.whole(self.root(value.dispatcher.registry, f"{place.name}.registry"))
-        elif issubclass(type(value), functools.partial | functools.partialmethod):
-            self.found(place, Step(ATTRIBUTE, "func"), value.func, place.name)
-            for name in ("args", "keywords"):
-                self.found(
-                    place,
-                    Step(ATTRIBUTE, name),
-                    getattr(value, name),
-                    place.name + ".args" * (name == "args"),
-                )
-                held = self._places.get(id(getattr(value, name)))
-                if held is not None:
+        elif issubclass(type(value), functools.partial | functools.partialmethod | MethodType):
+            names = ("__func__", "__self__") if type(value) is MethodType else ("func", "args", "keywords")
+            for name in names:
+                part, shown = getattr(value, name), place.name + ".args" * (name == "args")
+                self.found(place, Step(ATTRIBUTE, name), part, shown)
+                held = self.known(part)
+                if held is not None and name in ("args", "keywords"):
                     self.whole(held)
 
     def found(self, owner: Place, step: Step, value: Any, name: str) -> None:
@@ -207,7 +198,7 @@ class HostReads:
     def wrote(self, owner: Any, step: Step) -> None:
         """Record a write: the step does not depend on what it writes before it reads."""
         self._seen.add((id(owner), step.way, type(step.key), step.key))
-        if not is_value(owner):
+        if owner is not UNKNOWN and not is_value(owner):
             self.changes.replaces(self.place(owner), step)
 
     def changed(self, owner: Any) -> None:
@@ -215,14 +206,9 @@ class HostReads:
         if owner is not UNKNOWN and not is_value(owner):
             self.changes.changed(self.place(owner))
 
-    def assigned(self, owner: Any, name: str) -> None:
-        """Record ``owner.name = ...``."""
-        if owner is not UNKNOWN:
-            self.wrote(owner, Step(ATTRIBUTE, name))
-
     def put(self, owner: Any, key: Any) -> None:
         """Record ``owner[key] = ...``."""
-        if owner is not UNKNOWN and is_key(key):
+        if is_key(key):
             self.wrote(owner, Step(ITEM, key))
         else:
             self.changed(owner)
@@ -252,7 +238,7 @@ class HostReads:
     def _stays(self, value: Any) -> bool:
         """Whether a value is known by its identity: a class, a module, a library's function."""
         if type(value) is FunctionType:
-            return not is_user_file(value.__code__.co_filename)
+            return not is_user_function(value)
         return issubclass(type(value), type | torch.nn.Module | ModuleType | BuiltinFunctionType) and not (
             type(value) in BUILTINS and not issubclass(type(value.__self__), ModuleType)
         )
@@ -271,20 +257,12 @@ class HostReads:
         """Whether an object may have attributes that count: any but a plain value of a library's class."""
         return not is_value(value) or self.is_of_user(type(value))
 
-    def is_of_user(self, cls: type) -> bool:
-        """Whether a class is user code."""
-        found = self._classes.get(cls)
-        if found is None:
-            found = self._classes[cls] = is_user_class(cls)
-        return found
-
     def compare(
         self, owner: Place, step: Step | None, how: How, old: Any, name: str, *, defines: bool = False
     ) -> None:
         """Add an entry, unless it exists."""
         key = (id(owner.value), step and (step.way, type(step.key), step.key), how)
-        if key not in self.entries:
-            self.entries[key] = Entry(owner, step, how, old, name, defines)
+        self.entries.setdefault(key, Entry(owner, step, how, old, name, defines))
 
     def identity(self, value: Any) -> None:
         """Record which object stands where one was found: it is compared or hashed as a whole."""
@@ -311,36 +289,33 @@ class HostReads:
         self, place: Place, read: Any, value: Any, name: str, key: Any = None, *, defines: bool = False
     ) -> None:
         """Record what ``read`` returns for an object."""
-        seen = (id(place.value), PART, name, type(key), key)
-        if seen not in self._seen:
-            self._seen.add(seen)
-            self.entries[seen] = Entry(place, Step(PART, read), How.SAME, value, name, defines)
+        asked = (id(place.value), PART, name, type(key), key)
+        self.entries.setdefault(asked, Entry(place, Step(PART, read), How.SAME, value, name, defines))
 
     def whole(self, place: Place, *, deep: bool = False) -> None:
         """Record all contents of a container; if ``deep``, also of all containers in it, however deep they lie."""
         left, met = [place], {id(place.value)}
-        by_its_library = self.frame is not None and is_installed(self.frame.f_globals)
+        by_its_library = self.frame is not None and _is_of_installed(self.frame)
         while left:
             held = (place := left.pop()).value
             if id(held) in self._registries and by_its_library:
                 continue
-            key = (id(held), How.CONTENTS, None)
-            if key not in self.entries and not (contents := Contents(held)).of_the_trace:
-                self.entries[key] = Entry(place, None, How.CONTENTS, contents, place.name)
+            known = (id(held), None, How.CONTENTS) in self.entries
+            if not known and not (contents := Contents(held)).of_the_trace:
+                self.compare(place, None, How.CONTENTS, contents, place.name)
             for step, part in parts_of(held):
                 self.memory.held(place, part)
                 if is_value(part) or issubclass(type(part), torch.Tensor):
                     continue
-                known = self._part_of(place, step, part)
+                below = self._part_of(place, step, part)
                 if deep and id(part) not in met and is_container(part):
                     met.add(id(part))
-                    left.append(known)
+                    left.append(below)
 
     def _part_of(self, place: Place, step: Step, part: Any) -> Place:
         known = self._places.get(id(part))
         if known is None:
-            name = step.shown(place.name.removesuffix("._modules"))
-            outlives = place.root.outlives
+            name, outlives = step.shown(place.name), place.root.outlives
             known = Place(part, name, place if outlives else None, step if outlives else None, outlives)
             self._places[id(part)] = known
             self._arrived(known)
@@ -352,37 +327,23 @@ class HostReads:
             return
         if is_container(value):
             self.whole(self.place(value), deep=deep)
-        elif (held := inside(value)) is not None:
-            place = self.place(value)
-            name = "maps" if hasattr(value, "maps") else "data"
+        elif (name := inside(value)) is not None:
+            place, held = self.place(value), getattr(value, name)
             self.found(place, Step(ATTRIBUTE, name), held, place.name)
             self.use(held, deep=True)
         elif (state := generator_state(value)) is not None:
-            place = self.place(value)
-            if all(place is not other for other, *_ in self._drawn):
-                self._drawn.append((place, state, self._site))
+            self._taken.setdefault(self.place(value), (state, self.site))
         elif advances(value):
-            self._advanced.append((self.place(value), self._site))
+            self.goes_on(self.place(value))
         else:
             self.shape_of(type(value))
 
     def shape_of(self, cls: type) -> None:
         """Record the bases and method names of a user's class: they decide what its instances do."""
         for one in cls.__mro__ if self.is_of_user(cls) else ():
-            if self.is_of_user(one):
-                key = (id(one), None, How.SHAPE)
-                if key not in self.entries:
-                    self.compare(
-                        self.root(one, one.__name__), None, How.SHAPE, Shape(one), one.__name__, defines=True
-                    )
-
-    def asks_for_type(self) -> None:
-        """Record that the type of a traced tensor is compared with that of ordinary ones: the answer is another."""
-        self.asked_types.append(self._site)
-
-    def starts_thread(self) -> None:
-        """Record that the step starts a thread, whose reads are not seen."""
-        self.threads.append(self._site)
+            if self.is_of_user(one) and (id(one), None, How.SHAPE) not in self.entries:
+                place = self.root(one, one.__name__)
+                self.compare(place, None, How.SHAPE, Shape(one), one.__name__, defines=True)
 
     def returned(self, result: Any) -> None:
         """Record what a step returns: of what existed before, the caller sees all contents."""
@@ -407,10 +368,6 @@ class HostReads:
                 self.identity(value)
                 self.use(self.attribute(value, "__dict__"), deep=True)
 
-    def went_on(self, frame: FrameType) -> None:
-        """Record that a generator from before the step resumes."""
-        self._advanced.append((Place(frame, frame.f_code.co_name), self._site))
-
     def finish(self) -> list[Entry]:
         """Return the entries of objects that existed before the step; forget those that the step made.
 
@@ -427,23 +384,21 @@ class HostReads:
         for place in places:
             gone = id(place.value) in made
             place.value, place.outlives = (GONE, False) if gone else (place.value, True)
-        entries = [entry for entry in self.entries.values() if _remains(entry)]
+        entries = [
+            entry
+            for entry in self.entries.values()
+            if all(place.root.value is not GONE for place in entry.places())
+        ]
         self.entries.clear()
         return entries
 
     def taken_from(self) -> list[tuple[str, Location]]:
         """Return (name, line) for each iterator and random generator of before the step that it advanced."""
-        drawn = [
-            (place, site)
-            for place, state, site in self._drawn
-            if generator_state(place.value) not in (None, state)
+        return [
+            (place.name, site)
+            for place, (state, site) in self._taken.items()
+            if place.root.value is not GONE and (state is None or generator_state(place.value) != state)
         ]
-        found = {
-            id(place): (place.name, site)
-            for place, site in drawn + self._advanced
-            if place.root.value is not GONE
-        }
-        return list(found.values())
 
     def attribute(self, owner: Any, name: str, *, stored: bool = False) -> Any:
         """Return ``owner.name`` and record the read; UNKNOWN if it is not stored.
@@ -459,12 +414,11 @@ class HostReads:
             return self._of_tensor(owner, name)
         if issubclass(kind, super):
             self.shape_of(owner.__self_class__)
-            classes = after(owner)
-            found = in_classes(classes, name)
-            definer = next((cls for cls in classes if name in vars(cls)), None)
+            which = functools.partial(definer_after, owner.__thisclass__, name)
+            definer = which(owner.__self_class__)
+            found = missing if definer is None else vars(definer)[name]
             if definer is not None:
                 self.of_class(definer, name, found)
-            which = functools.partial(definer_after, owner.__thisclass__, name)
             place = self.root(owner.__self_class__, owner.__self_class__.__name__)
             self.part(place, which, definer, f"super().{name}", (owner.__thisclass__, name), defines=True)
             return bound(found, owner.__self__)
@@ -498,22 +452,23 @@ class HostReads:
         if type(in_class) is types.GetSetDescriptorType and isinstance(owner, Node):
             return UNKNOWN  # it may unpack a saved tensor, by calls that the function does not make
         if is_slot(in_class):
-            if holds(in_class, owner):
-                value = in_class.__get__(owner, type(owner))
-                self._read(owner, Step(ATTRIBUTE, name), value)
-                return value
+            value = in_slot(in_class, owner)
+            if value is not missing:
+                return self._read(owner, Step(ATTRIBUTE, name), value)
             self._lacks(self.place(owner), name)
             return UNKNOWN
         if hasattr(type(in_class), "__set__"):  # a property precedes what the instance stores
             self.of_class(type(owner), name, in_class)
             return self.got(getattr(in_class, "fget", None), owner)
         if name in storage:
-            self._read(owner, Step(ATTRIBUTE, name), storage[name])
-            return storage[name]
+            return self._read(owner, Step(ATTRIBUTE, name), storage[name])
         if issubclass(type(owner), torch.nn.Module):
             for registry in _REGISTRIES:
                 if name in storage.get(registry, ()):
-                    return self._of_registry(owner, storage[registry], registry, name)
+                    held = self._read(owner, Step(ATTRIBUTE, registry), storage[registry])
+                    shown = Step(ATTRIBUTE, name).shown(self.place(owner).name)
+                    self.found(self.place(held), Step(ITEM, name), held[name], shown)
+                    return held[name]
         if in_class is missing:
             return self._looked_up(owner, name)
         return self._of_its_class(owner, name, in_class)
@@ -539,8 +494,7 @@ class HostReads:
             return UNKNOWN
         place = self.place(owner)  # wherever it came from: a generator tells no place
         if name in vars(owner):
-            self._read(owner, Step(ATTRIBUTE, name), vars(owner)[name])
-            return vars(owner)[name]
+            return self._read(owner, Step(ATTRIBUTE, name), vars(owner)[name])
         if name in _FACTS:
             ask = functools.partial(_fact, name)
             self.part(place, ask, ask(owner), f"{place.name}.{name}", name)
@@ -548,19 +502,15 @@ class HostReads:
             self._lacks(place, name)
         return UNKNOWN
 
-    def _of_registry(self, owner: Any, held: dict[str, Any], registry: str, name: str) -> Any:
-        place = self.place(owner)
-        self.found(place, Step(ATTRIBUTE, registry), held, f"{place.name}.{registry}")
-        self.found(self.place(held), Step(ITEM, name), held[name], f"{place.name}.{name}")
-        return held[name]
-
-    def _read(self, owner: Any, step: Step, value: Any) -> None:
+    def _read(self, owner: Any, step: Step, value: Any) -> Any:
+        """Record and return ``value``, which was read at a step from an object."""
         place = self.place(owner)
         self.found(place, step, value, step.shown(place.name))
+        return value
 
     def _of_its_class(self, owner: Any, name: str, in_class: Any) -> Any:
         if not computes(in_class):
-            known = self._places.get(id(owner))
+            known = self.known(owner)
             if known is None or not known.root.outlives:
                 self.of_class(type(owner), name, in_class)
             definer = _definer(type(owner), name)
@@ -570,8 +520,7 @@ class HostReads:
             return in_class
         self.of_class(type(owner), name, in_class)
         of_module = issubclass(type(owner), torch.nn.Module) and not name.startswith("_")
-        of_interest = self.is_of_user(type(owner)) or of_module
-        if of_interest:  # what is stored in the instance would precede it
+        if of_module or self.is_of_user(type(owner)):  # what is stored in the instance would precede it
             place = self.place(owner)
             shown = f"{place.name}.{name}"
             self.part(place, functools.partial(stores, name), False, shown, name, defines=True)
@@ -607,12 +556,7 @@ class HostReads:
                 self._lacks(self.root(owner, owner.__name__), name)
             return bound(meta, owner)
         self.of_class(owner, name, found)
-        if type(found) is staticmethod:
-            return found.__func__
-        if type(found) is classmethod:
-            return MethodType(found.__func__, owner)
-        as_it_is = (FunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
-        return UNKNOWN if computes(found) and type(found) not in as_it_is else found
+        return found if type(found) in AS_STORED else bound(found, owner)
 
     def of_class(self, cls: type, name: str, found: Any) -> None:
         """Record what a user's class stores under a name."""
@@ -632,13 +576,8 @@ class HostReads:
             step = Step(ATTRIBUTE, name) if as_it_is else Step(PART, functools.partial(stored_in_class, name))
             self.compare(place, step, How.IDENTICAL, found, shown, defines=True)
             for function in (getattr(found, "__func__", found), getattr(found, "fget", None)):
-                if type(function) in _KEEPS_ARGUMENTS:
+                if type(function) in _KEEPS_ARGUMENTS or is_user_function(function):
                     self.root(function, shown)
-                if type(function) is FunctionType and is_user_file(function.__code__.co_filename):
-                    code = Step(ATTRIBUTE, "__code__")
-                    self.compare(
-                        self.root(function, shown), code, How.SAME, function.__code__, shown, defines=True
-                    )
 
     def holds(self, owner: Any, ask: Any, value: Any) -> Any:
         """Record and return ``value``, the result of ``ask(owner)``, such as a weak reference's target."""
@@ -646,25 +585,13 @@ class HostReads:
         self.found(place, Step(PART, ask), value, f"{place.name}()")
         return value
 
-    def goes_on(self, value: Any) -> None:
-        """Record that the step advances an object unseen, such as a compiled queue."""
-        self._advanced.append((self.place(value), self._site))
-
-    def says(self, owner: Any, ask: Any, value: Any, text: str) -> Any:
-        """Record and return an object's answer to a query that can be repeated."""
-        place = self.place(owner)
-        self.part(place, ask, value, f"{place.name}.{text}")
-        return value
-
-    def held_by(self, value: Any) -> list[Any]:
-        """Return the elements of a container that can be found again; none for other values."""
-        return [] if value is UNKNOWN or not is_container(value) else [part for _, part in parts_of(value)]
+    def goes_on(self, place: Place) -> None:
+        """Record that the step advances an object: unseen, as a compiled queue, or a generator from before the step."""
+        self._taken[place] = None, self.site
 
     def item(self, owner: Any, key: Any) -> Any:
         """Return ``owner[key]`` of a builtin container, and record the read; UNKNOWN for other objects."""
-        if owner is UNKNOWN or is_value(owner) or issubclass(type(owner), torch.Tensor):
-            return UNKNOWN
-        if not is_container(owner):
+        if is_value(owner) or not is_container(owner):
             self.use(owner)
             return UNKNOWN
         getter = in_classes(type(owner).__mro__, "__getitem__")
@@ -675,44 +602,34 @@ class HostReads:
             self.use(owner)
             self.identity(key)
             return UNKNOWN
-        place = self.place(owner)
         if issubclass(type(owner), dict) and not dict.__contains__(owner, key):
             self.has(owner, key)
             return UNKNOWN
         try:
             value = owner[key]
         except (LookupError, TypeError):
-            self.whole(place)
+            self.whole(self.place(owner))
             return UNKNOWN
-        name = place.name.removesuffix("._modules")
-        self.found(place, Step(ITEM, key), value, Step(ITEM, key).shown(name))
-        return value
+        return self._read(owner, Step(ITEM, key), value)
 
     def has(self, owner: Any, key: Any) -> None:
         """Record ``key in owner``."""
         if owner is UNKNOWN or is_value(owner):
             return
-        if not is_container(owner) or not is_key(key):
-            self.use(owner)
-            self.identity(key)
-        elif not is_array(owner):
-            place = self.place(owner)
-            self.part(place, has_key(key), key in owner, f"{key!r} in {place.name}", key)
+        if is_container(owner) and is_key(key) and not is_array(owner):
+            place, has = self.place(owner), functools.partial(has_key, key)
+            self.part(place, has, key in owner, f"{key!r} in {place.name}", key)
         else:
             self.use(owner)
+            self.identity(key)
 
     def size(self, owner: Any, *, truth: bool) -> None:
         """Record ``len(owner)``, or its truth value."""
-        if owner is UNKNOWN or is_value(owner):
-            return
-        if not is_container(owner):
-            self.use(owner)
-            return
-        place, read = self.place(owner), bool if truth and not is_array(owner) else len
-        if is_array(owner):
-            self.use(owner)
-        else:
+        if is_container(owner) and not (is_array(owner) or is_value(owner)):
+            place, read = self.place(owner), bool if truth else len
             self.part(place, read, read(owner), f"{read.__name__}({place.name})")
+        else:
+            self.use(owner)
 
     def handed(self, value: Any, name: str) -> None:
         """Record an object that the step gets from its caller."""
@@ -753,27 +670,17 @@ class HostReads:
         if issubclass(type(owner), torch.Tensor) or not self.has_parts(owner):
             return
         cls = owner if issubclass(type(owner), type) else type(owner)
-        if cls not in self._methods:
-            self._methods[cls] = _names_of_methods(cls)
-        for name in self._methods[cls].get(code, ()):
+        for name in self._methods_of(cls).get(code, ()):
             self.of_class(cls, name, in_classes(cls.__mro__, name))
 
     def _defaults(self, place: Place, code: CodeType, held: Mapping[str, Any]) -> None:
-        function = place.value
-        names = parameters_with_defaults(function)
-        for number, (name, value) in enumerate(zip(names, function.__defaults__ or (), strict=True)):
-            if held.get(name, missing) is value:
-                self.found(self._part(place, "__defaults__"), Step(ITEM, number), value, name)
-        for name, value in (function.__kwdefaults__ or {}).items():
-            if held.get(name, missing) is value:
-                self.found(self._part(place, "__kwdefaults__"), Step(ITEM, name), value, name)
-
-    def _part(self, place: Place, name: str) -> Place:
-        value = getattr(place.value, name)
-        known = self._places.get(id(value))
-        if known is None:
-            known = self._places[id(value)] = Place(value, place.name, place, Step(ATTRIBUTE, name))
-        return known
+        numbered, named = place.value.__defaults__ or (), place.value.__kwdefaults__ or {}
+        names = code.co_varnames[code.co_argcount - len(numbered) : code.co_argcount]
+        for where, those, defaults in (("__defaults__", names, numbered), ("__kwdefaults__", named, named)):
+            owner = Place(defaults, place.name, place, Step(ATTRIBUTE, where))
+            for name, (step, value) in zip(those, parts_of(defaults), strict=True):
+                if held.get(name, missing) is value:
+                    self.found(self._places.setdefault(id(defaults), owner), step, value, name)
 
     def imported(self, name: str, module: ModuleType) -> None:
         """Record what an ``import`` in a function finds."""
@@ -790,21 +697,18 @@ class HostReads:
         """
         if module.__name__.startswith("functional_cg") or is_user_module(module):
             return
-        stored = name in vars(module)
+        place, stored = Place(module, module.__name__), name in vars(module)
         found = vars(module)[name] if stored else _computed(module, name)
-        if not stored:
-            if found is missing and module is not builtins:
-                self._lacks(Place(module, module.__name__), name)
-            if not is_value(found):
-                return
-        if type(found) is ModuleType or type(found).__module__ == "torch":  # as a dtype does
+        if found is missing and module is not builtins:
+            self._lacks(place, name)
+        of_torch = type(found).__module__ == "torch"  # as a dtype is
+        if of_torch or type(found) is ModuleType or not (stored or is_value(found)):
             return
         definition = issubclass(type(found), type | FunctionType | BuiltinFunctionType)
         # Where a program prints to is no part of the step, and a library's private objects are its own to exchange.
         if definition or is_value(found) or not (module is sys or name.startswith("_")):
             step, how = Step(ATTRIBUTE, name), How.SAME if is_value(found) else How.IDENTICAL
-            shown = f"{module.__name__}.{name}"
-            self.compare(Place(module, module.__name__), step, how, found, shown, defines=stored)
+            self.compare(place, step, how, found, step.shown(place.name), defines=stored)
 
     def answers(self, getter: Any, value: Any) -> None:
         """Record what a compiled getter says that takes no arguments."""
@@ -829,7 +733,7 @@ class HostReads:
         namespace = frame.f_globals
         if name in namespace:
             value = namespace[name]
-            if is_container(value) and is_installed(namespace):
+            if is_container(value) and _is_of_installed(frame):
                 self._registries[id(value)] = value  # others add to it; for this step that is no change
             elif type(value) is ModuleType and not is_user_module(value):
                 place = self.root(
@@ -840,7 +744,8 @@ class HostReads:
                 self.found(self.root(namespace, "globals()"), Step(ITEM, name), value, name)
             return value
         place = self.root(namespace, "globals()")
-        self.part(place, has_key(name), False, name, name, defines=True)  # a global would shadow it
+        has = functools.partial(has_key, name)
+        self.part(place, has, False, name, name, defines=True)  # a global would shadow it
         self.of_library(builtins, name)
         return getattr(builtins, name, UNKNOWN)
 
@@ -884,14 +789,14 @@ def _among(made: set[int], young: Callable[[], Iterator[Any]], values: list[Any]
 _HERE = 3  # references to an object that such a loop looks at: of the list or dict, its own, and an argument
 
 
+def _is_of_installed(frame: FrameType) -> bool:
+    """Whether a frame's code belongs to an installed package rather than to the running project."""
+    return is_installed(str(frame.f_globals.get("__file__") or ""))
+
+
 def _definer(cls: type, name: str) -> type:
     """Return the class that stores a name, the class itself or one of its bases; the class if none does."""
     return next((one for one in cls.__mro__ if name in vars(one)), cls)
-
-
-def _remains(entry: Entry) -> bool:
-    led_to = entry.old.root.value if entry.how is How.ALIAS else None
-    return entry.owner.root.value is not GONE and led_to is not GONE
 
 
 def _computed(module: ModuleType, name: str) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -18,7 +17,7 @@ from ...ambient.torch_modes import TORCH_MODES, modes_now, unchanged_modes
 from ...errors import BakedValueError
 from ...pytree.sameness import same
 from .places import ATTRIBUTE, Entry, How, Place, Step
-from .values import Contents, Excerpt, excerpts, is_container, shown
+from .values import DEFINED, LOST, Contents, Excerpt, Said, excerpts, is_container, shown
 
 __all__ = ["HostWatch", "refusal"]
 
@@ -66,10 +65,10 @@ class HostWatch:
     def differences(self) -> list[tuple[str, object, object]]:
         """Return (name, old, new) for each value that has changed."""
         read = [(entry, _read(entry)) for entry in self._entries]
-        changed = [(entry, now) for entry, now in read if now is _GONE or not entry.agrees(now)]
+        changed = [(entry, now) for entry, now in read if now is LOST or not entry.agrees(now)]
         rows = [(entry.name, *_sides(entry, now)) for entry, now in changed if not entry.defines]
         redefined = dict.fromkeys(entry.name for entry, _ in changed if entry.defines)
-        return rows + [(name, _DEFINED, _Said("defined anew")) for name in redefined]
+        return rows + [(name, DEFINED, Said("defined anew")) for name in redefined]
 
     def other_modes(self) -> list[tuple[str, object, object]]:
         """Return (name, old, new) for each mode of torch that has changed and counts."""
@@ -81,7 +80,7 @@ class HostWatch:
     def let_go(self) -> None:
         """Forget the objects on the way to what is compared: a program that replaces them needs them no more."""
         for entry in self._entries:
-            for place in (entry.owner, entry.old) if entry.how is How.ALIAS else (entry.owner,):
+            for place in entry.places():
                 for one in place.way()[1:]:
                     one.value = None
 
@@ -112,7 +111,7 @@ def _fix(name: str, old: object) -> str:
             f"a declared constant stays the tensor that it was at the first call: pass `{name}` as an input, keep it "
             "in the state, or make another step."
         )
-    if old is _DEFINED:
+    if old is DEFINED:
         return f"make the step anew, `graph_step(fn)`: its graph has the old `{name}` in it."
     if name in _MODES:
         return "set the mode before the first call and leave it; for another one make another step."
@@ -131,24 +130,11 @@ def _fix(name: str, old: object) -> str:
     )
 
 
-@dataclass(frozen=True)
-class _Said:
-    """Text that a message shows for an object without a short repr."""
-
-    text: str
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-_DEFINED, _GONE = _Said("as defined then"), _Said("<gone>")
-
-
 def _read(entry: Entry) -> object:
     try:
         return entry.read()
     except Exception:  # a user's object may raise anything; the value counts as gone
-        return _GONE
+        return LOST
 
 
 def _sides(entry: Entry, now: object) -> tuple[object, object]:
@@ -156,13 +142,13 @@ def _sides(entry: Entry, now: object) -> tuple[object, object]:
     if entry.how is How.CONTENTS:
         old, new = excerpts(entry.old, Contents(now) if is_container(now) else entry.old)
         return old, new if is_container(now) else now
-    if now is _GONE:
-        return (entry.old if entry.how is not How.ALIAS else _Said(f"`{entry.old.name}`")), now
+    if now is LOST:
+        return (entry.old if entry.how is not How.ALIAS else Said(f"`{entry.old.name}`")), now
     match entry.how:
         case How.KIND:
             return entry.old, type(now)
         case How.ALIAS:
-            return _Said(f"the same object as `{entry.old.name}`"), _Said("another one")
+            return Said(f"the same object as `{entry.old.name}`"), Said("another one")
     return entry.old, now
 
 
@@ -204,7 +190,7 @@ def _comparison(entries: Sequence[Entry], modes: str, names: dict[str, Any]) -> 
         if entry.step is not None:
             now = at(now, entry.step)
         old = variable(entry.old) if entry.how is How.ALIAS else named(entry.old)
-        lines.append(f"if {entry.how.differs.format(now=now, old=old)}: return False")
+        lines.append(f"if {entry.how.value.format(now=now, old=old)}: return False")
     body = "".join(f"        {line}\n" for line in lines)
     source = f"def unchanged():\n    try:\n{body}        return True\n    except Exception:\n        return False\n"
     exec(compile(source, "<functional_cg watch>", "exec"), names)

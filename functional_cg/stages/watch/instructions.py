@@ -34,12 +34,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...messages.source import is_installed, is_user_file
+from ...messages.source import is_installed
 from ...pytree.sameness import same
 from .evaluation import CODES, Evaluation, instructions_of
 from .host_reads import GETTERS, HostReads
-from .kinds import BUILTINS, UNKNOWN, inside, is_key, takes_arguments
-from .places import ITEM, Step
+from .kinds import BUILTINS, UNKNOWN, inside, is_key, is_user_function, takes_arguments
+from .places import ATTRIBUTE, ITEM, Step, parts_of
 from .values import holds, in_classes, is_array, is_container, is_value
 
 __all__ = ["Instructions"]
@@ -86,18 +86,13 @@ class Instructions:
         self._keywords: tuple[str, ...] = ()
         self._cells = reads.enter(frame) if own else {}
 
-    def leave(self) -> None:
-        """Release the frame."""
-        del self.frame
-
     @property
     def is_fresh(self) -> bool:
         """Whether a generator whose frame starts has not yielded before."""
         ins = next((one for one in instructions_of(self.code) if one.offset == self.frame.f_lasti), None)
-        went_on = ins is not None and (
+        return ins is None or not (
             ins.opname in ("YIELD_VALUE", "SEND") or (ins.opname == "RESUME" and ins.arg)
         )
-        return not went_on
 
     def step(self, offset: int) -> bool:
         """Handle an instruction that is about to run; return whether it is of a kind that reads."""
@@ -109,8 +104,8 @@ class Instructions:
         if offset == handled:  # at its EXTENDED_ARG
             return True
         self.look_at_kept()
-        self.reads.frame = self.frame
-        read(self, ins, *self._evaluation.top(self.frame, ins.offset, count))
+        self._ins, self.reads.frame = ins, self.frame
+        read(self, *self._evaluation.top(self.frame, ins.offset, count))
         return True
 
     def look_at_kept(self) -> None:
@@ -129,6 +124,7 @@ class Instructions:
             self.reads.changed(owner)
 
     def use(self, value: Any, *, deep: bool = False) -> None:
+        """Record that a value is iterated or passed to unseen code."""
         if self._reads_from(value):
             self.asks_for_type(value)
             self.reads.use(value, deep=deep)
@@ -151,7 +147,7 @@ class Instructions:
             opaque = among is UNKNOWN or not is_container(among)
             asks = opaque or holds(among, Tensor) or holds(among, FakeTensor)
         if asks:
-            self.reads.asks_for_type()
+            self.reads.asked_types.append(self.reads.site)
 
     def attribute(self, owner: Any, name: str) -> Any:
         """Return ``owner.name`` and record the read; UNKNOWN if the read does not count."""
@@ -160,11 +156,6 @@ class Instructions:
         if name in _NAMES_OF_CLASSES:
             self.asks_for_type(owner)
         return self.reads.attribute(owner, name) if self._reads_from(owner) else UNKNOWN
-
-    def stored(self, owner: Any, name: Any) -> None:
-        """Record a read of ``object.__getattribute__(owner, name)``."""
-        if type(name) is str and self._reads_from(owner):
-            self.reads.attribute(owner, name, stored=True)
 
     def item(self, owner: Any, key: Any) -> None:
         """Record a read of ``owner[key]``."""
@@ -188,44 +179,37 @@ class Instructions:
     def call(self, callee: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Handle a call: Python code is seen in its frames; for other code, record the arguments as read."""
         handler = _BUILTINS.get(callee) if type(callee) in (*BUILTINS, type) else None
+        function = callee.__func__ if type(callee) is MethodType else callee
+        if self.own and function is threading.Thread.start:
+            self.reads.threads.append(self.reads.site)
+        if args and _is_dispatched(function):
+            dispatch = operator.methodcaller("dispatch", type(args[0]))
+            self.reads.holds(function, dispatch, dispatch(function))
+        if type(callee) is MethodType and inside(callee.__self__) is not None:
+            self.use(callee.__self__)
         if handler is not None:
             handler(self, *args)
-            return
-        function = callee.__func__ if type(callee) is MethodType else callee
-        if type(function) in GETTERS and args:
+        elif type(function) in GETTERS and args:
             self._get(function, args[0])
-            return
-        if self.own and function is threading.Thread.start:
-            self.reads.starts_thread()
-        if args and _is_dispatched(function):
-            kind = type(args[0])
-            self.reads.holds(function, functools.partial(_dispatched, kind), _dispatched(kind, function))
-        if type(callee) is functools.partial:
+        elif type(callee) is functools.partial:
             self.call(callee.func, [*callee.args, *args], {**callee.keywords, **kwargs})
-            return
-        if type(callee) is weakref.ReferenceType:
+        elif type(callee) is weakref.ReferenceType:
             self.reads.holds(callee, operator.call, callee())
-            return
-        if type(function) is functools._lru_cache_wrapper:
+        elif type(function) is functools._lru_cache_wrapper:
             args = [callee.__self__, *args] if function is not callee else args
             self.hand_on(*args, *kwargs.values())
             if all(map(_is_found_again, (*args, *kwargs.values()))):
-                self._kept = function, functools.partial(_called, args, kwargs), function.cache_info().hits
-            return
-        if type(callee) is MethodType and type(function) is FunctionType and function in _QUERIES:
+                again = operator.methodcaller("__call__", *args, **kwargs)
+                self._kept = function, again, function.cache_info().hits
+        elif type(callee) is MethodType and type(function) is FunctionType and function in _QUERIES:
             self._asked(callee.__self__, function.__name__, args)
-            return
-        if type(callee) in (MethodDescriptorType, WrapperDescriptorType) and args:
+        elif type(callee) in (MethodDescriptorType, WrapperDescriptorType) and args:
             self._method(args[0], callee.__name__, args[1:], kwargs)
-            return
-        if type(callee) is MethodType and inside(callee.__self__) is not None:
-            self.use(callee.__self__)
-        if type(callee) in (*BUILTINS, MethodWrapperType) and type(callee.__self__) is not ModuleType:
+        elif type(callee) in (*BUILTINS, MethodWrapperType) and type(callee.__self__) is not ModuleType:
             self._method(callee.__self__, callee.__name__, args, kwargs)
-            return
-        if type(callee) is BuiltinFunctionType and not (args or kwargs):
+        elif type(callee) is BuiltinFunctionType and not (args or kwargs):
             self._get_flag(callee)
-        if type(function) is not FunctionType or not is_user_file(function.__code__.co_filename):
+        elif not is_user_function(function):
             self.hand_on(*args, *kwargs.values())
 
     def hand_on(self, *values: Any) -> None:
@@ -238,7 +222,7 @@ class Instructions:
 
     def _handed_on(self, callee: Any, others: list[Any]) -> None:
         """Record a compiled callable passed to unseen code, which may call it on what the others hold."""
-        parts = [part for one in others for part in self.reads.held_by(one)]
+        parts = [part for one in others if is_container(one) for _, part in parts_of(one)]
         if type(callee) in GETTERS:
             for part in parts:
                 self._get(callee, part)
@@ -260,18 +244,18 @@ class Instructions:
         if type(owner) is contextvars.ContextVar and name in ("get", "set", "reset"):
             self._of_context(owner, name, args)
         elif name == "__getattribute__" and args:  # as it is stored, bypassing the class's own lookup
-            self.stored(owner, args[0])
+            if type(args[0]) is str and self._reads_from(owner):
+                self.reads.attribute(owner, args[0], stored=True)
         elif is_container(owner):
             self._method_of_container(owner, name, args, kwargs)
+        elif _ASKS.match(name) and not (is_value(owner) or issubclass(type(owner), Tensor)):
+            self._asked(owner, name, args)
         else:
             if type(owner) is SimpleQueue and name.startswith(("get", "put")):
-                self.reads.goes_on(owner)
+                self.reads.goes_on(self.reads.place(owner))
             if type(owner) is str and name.startswith("format"):  # its fields may name attributes
                 for value in (*args, *kwargs.values()):
                     self._all_attributes(value)
-            if _ASKS.match(name) and not (is_value(owner) or issubclass(type(owner), Tensor)):
-                self._asked(owner, name, args)
-                return
             self.use(owner)
             self.changes(owner)
             if name in _SAYS_ALL:
@@ -299,7 +283,8 @@ class Instructions:
         if name != "get":
             self.reads.contexts[variable] += 1 if name == "set" else -1
         elif self.reads.contexts[variable] <= 0:
-            self.reads.holds(variable, functools.partial(_held_by, *args), _held_by(*args, variable))
+            get = operator.methodcaller("get", *args)
+            self.reads.holds(variable, get, get(variable))
 
     def _ask(self, owner: Any = UNKNOWN, name: Any = UNKNOWN, *default: Any) -> None:
         if type(name) is str:
@@ -325,7 +310,9 @@ class Instructions:
         """Record the answer to a query of hidden state, which can be repeated."""
         if self._asks and all(map(is_key, args)):
             ask = operator.methodcaller(name, *args)
-            self.reads.says(owner, ask, ask(owner), f"{name}({', '.join(map(repr, args))})")
+            place = self.reads.place(owner)
+            shown = f"{place.name}.{name}({', '.join(map(repr, args))})"
+            self.reads.part(place, ask, ask(owner), shown)
 
     def _get_flag(self, getter: Any) -> None:
         """Record what a compiled getter says: a plain value, and the same again, unless the step sets it itself."""
@@ -365,9 +352,9 @@ class Instructions:
 
     # -- instructions: names ----------------------------------------------------------------------------------------
 
-    def _read_global(self, ins: dis.Instruction) -> None:
-        name = ins.argval
-        if ins.opname == "LOAD_NAME" and name in self.frame.f_locals:
+    def _read_global(self) -> None:
+        name = self._ins.argval
+        if self._ins.opname == "LOAD_NAME" and name in self.frame.f_locals:
             return
         if self.own:
             self.reads.from_globals(self.frame, name)
@@ -376,21 +363,21 @@ class Instructions:
         if is_container(value) and name.startswith("_global_"):  # torch's global module hooks
             self.reads.root(value, name)
 
-    def _read_cell(self, ins: dis.Instruction) -> None:
-        value, cell = self.frame.f_locals.get(ins.argval, UNKNOWN), self._cells.get(ins.argval)
+    def _read_cell(self) -> None:
+        value, cell = self.frame.f_locals.get(self._ins.argval, UNKNOWN), self._cells.get(self._ins.argval)
         if cell is not None and value is not UNKNOWN:
-            self.reads.found(*cell, value, ins.argval)
+            self.reads.found(*cell, value, self._ins.argval)
 
-    def _write_cell(self, ins: dis.Instruction) -> None:
-        if ins.argval in self._cells:
-            place, step = self._cells[ins.argval]
+    def _write_cell(self) -> None:
+        if self._ins.argval in self._cells:
+            place, step = self._cells[self._ins.argval]
             self.reads.wrote(place.value, step)
 
-    def _write_global(self, ins: dis.Instruction) -> None:
-        self.reads.wrote(self.frame.f_globals, Step(ITEM, ins.argval))
+    def _write_global(self) -> None:
+        self.reads.wrote(self.frame.f_globals, Step(ITEM, self._ins.argval))
 
-    def _import(self, ins: dis.Instruction, level: Any, names: Any) -> None:
-        name = ins.argval
+    def _import(self, level: Any, names: Any) -> None:
+        name = self._ins.argval
         if level:
             name = resolve_name("." * level + name, self.frame.f_globals.get("__package__"))
         elif names is None:  # as in `import a.b`, which is one way to say `a`
@@ -401,32 +388,29 @@ class Instructions:
 
     # -- instructions: parts ----------------------------------------------------------------------------------------
 
-    def _read_attribute(self, ins: dis.Instruction, owner: Any) -> None:
-        self.attribute(owner, ins.argval)
+    def _read_attribute(self, owner: Any) -> None:
+        self.attribute(owner, self._ins.argval)
 
-    def _read_above(self, ins: dis.Instruction, _: Any, cls: Any, instance: Any) -> None:
-        self.attribute(parent(cls, instance), ins.argval)
+    def _read_above(self, _: Any, cls: Any, instance: Any) -> None:
+        self.attribute(parent(cls, instance), self._ins.argval)
 
-    def _enter(self, ins: dis.Instruction, owner: Any) -> None:
+    def _enter(self, owner: Any) -> None:
         for name in ("__enter__", "__exit__"):
             self.attribute(owner, name)
 
-    def _write_attribute(self, ins: dis.Instruction, value: Any, owner: Any) -> None:
-        self.reads.assigned(owner, ins.argval)
+    def _write_attribute(self, value: Any, owner: Any) -> None:
+        self.reads.wrote(owner, Step(ATTRIBUTE, self._ins.argval))
 
-    def _change(self, ins: dis.Instruction, owner: Any) -> None:
-        self.changes(owner)
-
-    def _read_item(self, ins: dis.Instruction, owner: Any, key: Any) -> None:
+    def _read_item(self, owner: Any, key: Any) -> None:
         self.use(key)
         self.item(owner, key)
 
-    def _write_item(self, ins: dis.Instruction, value: Any, owner: Any, key: Any) -> None:
+    def _write_item(self, value: Any, owner: Any, key: Any) -> None:
         if type(key) is slice:
             self._resizes(owner)
         self.reads.put(owner, key)
 
-    def _write_slice(self, ins: dis.Instruction, value: Any, owner: Any, start: Any, stop: Any) -> None:
+    def _write_slice(self, value: Any, owner: Any, start: Any, stop: Any) -> None:
         self._resizes(owner)
         self.changes(owner)
 
@@ -435,44 +419,35 @@ class Instructions:
         if is_container(owner) and not issubclass(type(owner), dict) and not is_array(owner):
             self.size(owner)
 
-    def _delete_item(self, ins: dis.Instruction, owner: Any, key: Any) -> None:
+    def _delete_item(self, owner: Any, key: Any) -> None:
         if is_container(owner) and not issubclass(type(owner), dict):
             self.use(owner)  # all that follows moves up
         self.changes(owner)
 
-    def _match_class(self, ins: dis.Instruction, owner: Any, cls: Any, names: Any) -> None:
+    def _match_class(self, owner: Any, cls: Any, names: Any) -> None:
         placed = self.attribute(cls, "__match_args__") if issubclass(type(cls), type) else ()
-        placed = placed[: ins.arg or 0] if type(placed) is tuple else ()
+        placed = placed[: self._ins.arg or 0] if type(placed) is tuple else ()
         for name in (*placed, *names):
             self.attribute(owner, name)
 
-    def _match_keys(self, ins: dis.Instruction, owner: Any, keys: Any) -> None:
+    def _match_keys(self, owner: Any, keys: Any) -> None:
         for key in keys:
             self.item(owner, key)
 
     # -- instructions: whole values -----------------------------------------------------------------------------------
 
-    def _read_whole(self, ins: dis.Instruction, *values: Any) -> None:
+    def _read_whole(self, *values: Any) -> None:
         for value in values:
             self.use(value, deep=True)
 
-    def _iterate(self, ins: dis.Instruction, value: Any) -> None:
-        self.use(value)
-
-    def _read_truth(self, ins: dis.Instruction, value: Any) -> None:
-        self.size(value, truth=True)
-
-    def _read_size(self, ins: dis.Instruction, value: Any) -> None:
-        self.size(value)
-
-    def _compute(self, ins: dis.Instruction, one: Any, other: Any) -> None:
-        if ins.argrepr == "[]":
-            self._read_item(ins, one, other)
+    def _compute(self, one: Any, other: Any) -> None:
+        if self._ins.argrepr == "[]":
+            self._read_item(one, other)
             return
-        if ins.argrepr.endswith("="):
+        if self._ins.argrepr.endswith("="):
             self.changes(one)
-        self._operate(ins.argrepr, one, other)
-        self._read_whole(ins, one, other)
+        self._operate(self._ins.argrepr, one, other)
+        self._read_whole(one, other)
 
     def _operate(self, symbol: str, one: Any, other: Any) -> None:
         """Record which methods of tensors an operator calls."""
@@ -481,10 +456,10 @@ class Instructions:
             if issubclass(type(owner), Tensor):
                 self.reads.method_of_tensors(method)
 
-    def _is(self, ins: dis.Instruction, one: Any, other: Any) -> None:
+    def _is(self, one: Any, other: Any) -> None:
         self._compared(one, other, differ=one is not other)
 
-    def _compare(self, ins: dis.Instruction, *pair: Any) -> None:
+    def _compare(self, *pair: Any) -> None:
         if any(in_classes(type(one).__mro__, "__eq__") is object.__eq__ for one in pair):
             self._compared(*pair)
         for one, other in zip(pair, reversed(pair), strict=True):
@@ -494,7 +469,7 @@ class Instructions:
         if not holds(
             pair, FakeTensor
         ):  # beside any class but `torch.Tensor`, its answer is that of an ordinary one
-            self._read_whole(ins, *pair)
+            self._read_whole(*pair)
 
     def _compared(self, one: Any, other: Any, *, differ: bool = False) -> None:
         """Record that it matters which objects these are; beside ``None`` and the like, it does not."""
@@ -505,29 +480,29 @@ class Instructions:
                 self.reads.identity(one)
                 self.reads.identity(other)
             if any(one is a and other is b for a, b in _TYPES_OF_TENSORS):
-                self.reads.asks_for_type()
+                self.reads.asked_types.append(self.reads.site)
 
-    def _contains(self, ins: dis.Instruction, key: Any, owner: Any) -> None:
+    def _contains(self, key: Any, owner: Any) -> None:
         if self._reads_from(owner):
             self.asks_for_type(key, among=owner)
             self.reads.has(owner, key)
 
     # -- instructions: calls ------------------------------------------------------------------------------------------
 
-    def _name_keywords(self, ins: dis.Instruction) -> None:
-        self._keywords = self.code.co_consts[ins.arg or 0]
+    def _name_keywords(self) -> None:
+        self._keywords = self.code.co_consts[self._ins.arg or 0]
 
-    def _call_with_keywords(self, ins: dis.Instruction, *operands: Any) -> None:
+    def _call_with_keywords(self, *operands: Any) -> None:
         self._keywords = operands[-1]
-        self._call(ins, *operands[:-1])
+        self._call(*operands[:-1])
 
-    def _call(self, ins: dis.Instruction, *operands: Any) -> None:
+    def _call(self, *operands: Any) -> None:
         callee, args = _callee(*operands)
         names, self._keywords = self._keywords, ()
         split = len(args) - len(names)
         self.call(callee, args[:split], dict(zip(names, args[split:], strict=True)))
 
-    def _call_unpacked(self, ins: dis.Instruction, *operands: Any) -> None:
+    def _call_unpacked(self, *operands: Any) -> None:
         first, second, given, *keywords = operands
         for value in (given, *keywords):
             self.use(value)
@@ -556,21 +531,21 @@ _READERS: tuple[tuple[Callable[..., None], int | Callable[[int], int], str], ...
     (Instructions._read_above, 3, "LOAD_SUPER_ATTR"),
     (Instructions._enter, 1, "BEFORE_WITH LOAD_SPECIAL"),
     (Instructions._write_attribute, 2, "STORE_ATTR"),
-    (Instructions._change, 1, "DELETE_ATTR"),
+    (Instructions.changes, 1, "DELETE_ATTR"),
     (Instructions._read_item, 2, "BINARY_SUBSCR"),
     (Instructions._write_item, 3, "STORE_SUBSCR"),
     (Instructions._write_slice, 4, "STORE_SLICE"),
     (Instructions._delete_item, 2, "DELETE_SUBSCR"),
     (Instructions._match_class, 3, "MATCH_CLASS"),
     (Instructions._match_keys, 2, "MATCH_KEYS"),
-    (Instructions._read_size, 1, "GET_LEN"),
+    (Instructions.size, 1, "GET_LEN"),
     (
-        Instructions._read_truth,
+        Instructions._truth_of,
         1,
         """UNARY_NOT TO_BOOL JUMP_IF_TRUE_OR_POP JUMP_IF_FALSE_OR_POP POP_JUMP_IF_TRUE POP_JUMP_IF_FALSE
         POP_JUMP_FORWARD_IF_TRUE POP_JUMP_FORWARD_IF_FALSE POP_JUMP_BACKWARD_IF_TRUE POP_JUMP_BACKWARD_IF_FALSE""",
     ),
-    (Instructions._iterate, 1, "GET_ITER GET_YIELD_FROM_ITER FOR_ITER UNPACK_SEQUENCE UNPACK_EX"),
+    (Instructions.use, 1, "GET_ITER GET_YIELD_FROM_ITER FOR_ITER UNPACK_SEQUENCE UNPACK_EX"),
     (Instructions._is, 2, "IS_OP"),
     (Instructions._compare, 2, "COMPARE_OP"),
     (Instructions._contains, 2, "CONTAINS_OP"),
@@ -656,10 +631,6 @@ def _is_found_again(arg: Any) -> bool:
     )
 
 
-def _called(args: list[Any], kwargs: dict[str, Any], callee: Any) -> Any:
-    return callee(*args, **kwargs)
-
-
 # What builtins read of their arguments: not all contents, but a part of them or nothing.
 _BUILTINS: Mapping[Any, Callable[..., None]] = MappingProxyType(
     {
@@ -691,18 +662,9 @@ def _is_dispatched(function: Any) -> bool:
     return of_functools and "registry" in vars(function)
 
 
-def _dispatched(kind: type, function: Any) -> Any:
-    return function.dispatch(kind)
-
-
 def _is_compiled(value: Any) -> bool:
     """Whether a value is a callable whose work is not seen."""
     return type(value) in (*BUILTINS, MethodWrapperType, functools.partial, *GETTERS)
-
-
-def _held_by(*args: Any) -> Any:
-    *default, variable = args
-    return contextvars.ContextVar.get(variable, *default)
 
 
 def parent(cls: Any, instance: Any) -> Any:

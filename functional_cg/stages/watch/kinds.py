@@ -8,9 +8,7 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import PurePath
 from queue import SimpleQueue
 from types import CodeType, FunctionType, MethodType, ModuleType, WrapperDescriptorType
 from typing import Any
@@ -19,24 +17,23 @@ from ...messages.source import is_user_file
 from .values import in_classes, instance_dict, is_value, missing
 
 __all__ = [
+    "AS_STORED",
     "BUILTINS",
     "UNKNOWN",
     "Stored",
     "advances",
-    "after",
     "bound",
     "computes",
     "definer_after",
     "generator_state",
     "has_key",
-    "holds",
+    "in_slot",
     "inside",
-    "is_installed",
     "is_key",
     "is_slot",
     "is_user_class",
+    "is_user_function",
     "is_user_module",
-    "parameters_with_defaults",
     "stored_in_class",
     "stores",
     "takes_arguments",
@@ -44,17 +41,25 @@ __all__ = [
 
 # Types of bound compiled methods; those of the second type receive their defining class.
 BUILTINS: tuple[type, ...] = (types.BuiltinFunctionType, type(SimpleQueue().get))
+_INSIDE = (
+    (collections.ChainMap, "maps"),
+    (weakref.WeakKeyDictionary, "data"),
+    (weakref.WeakValueDictionary, "data"),
+)
+# What a class gives out as it is stored, and an instance as its method.
+AS_STORED = (
+    FunctionType,
+    functools._lru_cache_wrapper,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+)
 _LIBRARIES = ("functional_cg", "numpy", "torch")
 _TAKES_ANY = 0x0C  # code flags of functions with ``*args`` or ``**kwargs``
 UNKNOWN: Any = object()  # stands for a value that was not seen
 
 
-def has_key(key: Any) -> Any:
-    """Return a function that tells whether a container has a key or an element."""
-    return functools.partial(_has_key, key)
-
-
-def _has_key(key: Any, container: Any) -> bool:
+def has_key(key: Any, container: Any) -> bool:
+    """Whether a container has a key or an element."""
     return key in container
 
 
@@ -67,13 +72,12 @@ def is_key(key: Any) -> bool:
     return key is not UNKNOWN and is_value(key)
 
 
-def holds(slot: Any, owner: Any) -> bool:
-    """Whether an object has a value in a slot of its class."""
+def in_slot(slot: Any, owner: Any) -> Any:
+    """Return what an object has in a slot of its class; `missing` if nothing."""
     try:
-        slot.__get__(owner, type(owner))
+        return slot.__get__(owner, type(owner))
     except AttributeError:
-        return False
-    return True
+        return missing
 
 
 def is_slot(found: Any) -> bool:
@@ -87,7 +91,7 @@ def stores(name: str, owner: Any) -> bool:
     if issubclass(type(owner), type):
         return in_classes(owner.__mro__, name) is not missing
     slot = in_classes(type(owner).__mro__, name)
-    return name in instance_dict(owner) or (is_slot(slot) and holds(slot, owner))
+    return name in instance_dict(owner) or (is_slot(slot) and in_slot(slot, owner) is not missing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,37 +109,25 @@ def stored_in_class(name: str, cls: type) -> Any:
     return in_classes(cls.__mro__, name)
 
 
-def after(parent: Any) -> tuple[type, ...]:
-    """Return the classes that a ``super()`` object searches."""
-    classes = parent.__self_class__.__mro__
-    return tuple(classes[classes.index(parent.__thisclass__) + 1 :])
-
-
 def definer_after(cls: type, name: str, of: type) -> type | None:
     """Return the class that defines ``super(cls, self).name`` for a ``self`` of class ``of``, if any."""
     classes = of.__mro__[of.__mro__.index(cls) + 1 :]
     return next((one for one in classes if name in vars(one)), None)
 
 
-def inside(value: Any) -> Any:
-    """Return the plain container inside a ``ChainMap`` or weak dictionary; None for anything else."""
-    if issubclass(type(value), collections.ChainMap):
-        return value.maps
-    if issubclass(type(value), weakref.WeakKeyDictionary | weakref.WeakValueDictionary):
-        return value.data
-    return None
+def inside(value: Any) -> str | None:
+    """Return which attribute of a ``ChainMap`` or weak dictionary is the plain container; None for anything else."""
+    return next((name for kind, name in _INSIDE if issubclass(type(value), kind)), None)
 
 
 def bound(found: Any, owner: Any) -> Any:
     """Return a class attribute as read through an instance; UNKNOWN if it is missing or computed."""
-    if type(found) in (FunctionType, functools._lru_cache_wrapper):
-        return MethodType(found, owner)
+    if type(found) in AS_STORED:
+        return found.__get__(owner, type(owner))
     if type(found) is staticmethod:
         return found.__func__
     if type(found) is classmethod:
         return MethodType(found.__func__, owner if issubclass(type(owner), type) else type(owner))
-    if type(found) in (types.MethodDescriptorType, types.WrapperDescriptorType):
-        return found.__get__(owner, type(owner))
     return UNKNOWN if found is missing or computes(found) else found
 
 
@@ -167,10 +159,9 @@ def advances(value: Any) -> bool:
     )
 
 
-def is_installed(namespace: Mapping[str, Any]) -> bool:
-    """Whether code with these globals belongs to an installed package rather than to the running project."""
-    path = PurePath(str(namespace.get("__file__") or ""))
-    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+def is_user_function(value: Any) -> bool:
+    """Whether a value is a Python function of user code."""
+    return type(value) is FunctionType and is_user_file(value.__code__.co_filename)
 
 
 def is_user_class(cls: type) -> bool:
@@ -189,12 +180,6 @@ def is_user_name(module: str) -> bool:
     """Whether a program has made a module without a file, by its name; others are compiled into Python or a library."""
     package = module.partition(".")[0]
     return package == "__main__" or package not in {*sys.stdlib_module_names, *_LIBRARIES}
-
-
-def parameters_with_defaults(function: FunctionType) -> list[str]:
-    """Return the names of the parameters that have a default, except keyword-only ones."""
-    code, defaults = function.__code__, function.__defaults__ or ()
-    return list(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount])
 
 
 def takes_arguments(code: CodeType) -> bool:

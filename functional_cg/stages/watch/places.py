@@ -7,6 +7,7 @@ import enum
 import functools
 import inspect
 import itertools
+import operator
 import types
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 from ...pytree.sameness import same
 from .evaluation import CODES, depths_of, instructions_of
 from .kinds import UNKNOWN, is_key
-from .values import Contents, Shape, in_classes, instance_dict, is_array, is_container, is_value
+from .values import in_classes, instance_dict, is_array, is_container, is_value
 
 __all__ = [
     "ATTRIBUTE",
@@ -41,6 +42,7 @@ ATTRIBUTE, ITEM, CELL, PART = (
 )
 GONE = object()  # stands for an object that the step made
 _PUTS = frozenset({"append", "insert", "setdefault", "update"})
+_KINDS_WITH_PARTS: tuple[Any, ...] = (dict, types.MappingProxyType, list, tuple, collections.deque)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class Step:
         """Return the expression as the user writes it."""
         if self.way is ATTRIBUTE:
             return f"{owner}.{self.key}"
+        owner = owner.removesuffix("._modules")
         return f'{owner}["{self.key}"]' if type(self.key) is str else f"{owner}[{self.key!r}]"
 
 
@@ -121,51 +124,20 @@ class Place:
 
     @property
     def root(self) -> Place:
-        place = self
-        while place.owner is not None:
-            place = place.owner
-        return place
-
-
-def _equal(new: Any, old: Any) -> bool:
-    return new is old or same(new, old)
-
-
-def _of_kind(new: Any, old: Any) -> bool:
-    return type(new) is old
-
-
-def _identical(new: Any, old: Any) -> bool:
-    return new is old
-
-
-def _holds(new: Any, old: Contents) -> bool:
-    return old.is_in(new)
-
-
-def _is_of_shape(new: Any, old: Shape) -> bool:
-    return old.is_of(new)
-
-
-def _stands_at(new: Any, old: Place) -> bool:
-    return new is old.read()
+        return self.way()[0]
 
 
 class How(enum.Enum):
-    """How to compare a value with the old one: a test for agreement, and the source of one for difference."""
+    """How to compare a value with the old one: the source of a test for difference."""
 
-    SAME = (_equal, "{now} is not {old} and not same({now}, {old})")
-    KIND = (_of_kind, "type({now}) is not {old}")
-    IDENTICAL = (_identical, "{now} is not {old}")
-    CONTENTS = (_holds, "not {old}.is_in({now})")
+    SAME = "{now} is not {old} and not same({now}, {old})"
+    KIND = "type({now}) is not {old}"
+    IDENTICAL = "{now} is not {old}"
+    CONTENTS = "not {old}.is_in({now})"
     SHAPE = (
-        _is_of_shape,
-        "({now}.__mro__ is not {old}.mro or len({now}.__dict__) != {old}.count) and not {old}.is_of({now})",
+        "({now}.__mro__ is not {old}.mro or len({now}.__dict__) != {old}.count) and not {old}.is_of({now})"
     )
-    ALIAS = (_stands_at, "{now} is not {old}")
-
-    def __init__(self, agrees: Callable[[Any, Any], bool], differs: str) -> None:
-        self.agrees, self.differs = agrees, differs
+    ALIAS = "{old} is not {now}"  # what stands at another place
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -194,6 +166,10 @@ class Entry:
         owner = self.owner.read()
         return owner if self.step is None else self.step.read(owner)
 
+    def places(self) -> tuple[Place, ...]:
+        """Return the places that it reads from."""
+        return (self.owner, self.old) if self.how is How.ALIAS else (self.owner,)
+
     def compared(self) -> Sequence[Any]:
         """Return the objects that have to be the same ones."""
         if self.how is How.CONTENTS:
@@ -202,7 +178,8 @@ class Entry:
 
     def agrees(self, now: Any) -> bool:
         """Whether the current value would bake the same constants as the old one."""
-        return self.how.agrees(now, self.old)
+        old = self.old.read() if self.how is How.ALIAS else self.old
+        return not eval(self.how.value.format(now="now", old="old"), {"same": same, "now": now, "old": old})
 
 
 class Memory:
@@ -277,24 +254,16 @@ def fills(code: CodeType) -> frozenset[tuple[str, str]]:
     return frozenset(found)
 
 
-def _element(number: int, array: Any) -> Any:
-    return array.item(number)
-
-
 def parts_of(held: Any) -> list[tuple[Step, Any]]:
     """Return the elements of a container with the steps to them; none for a set, which has no such steps."""
-    if issubclass(type(held), dict):
-        return [(_item(held, dict, key), part) for key, part in dict.items(held) if is_key(key)]
-    if type(held) is types.MappingProxyType:
-        return [(Step(ITEM, key), part) for key, part in held.items() if is_key(key)]
     if is_array(held) and held.dtype.hasobject:
-        return [
-            (Step(PART, functools.partial(_element, n)), part) for n, part in enumerate(held.ravel().tolist())
-        ]
-    kind = next((one for one in (list, tuple, collections.deque) if issubclass(type(held), one)), None)
+        parts = enumerate(held.ravel().tolist())
+        return [(Step(PART, operator.methodcaller("item", number)), part) for number, part in parts]
+    kind = next((one for one in _KINDS_WITH_PARTS if issubclass(type(held), one)), None)
     if kind is None:
         return []
-    return [(_item(held, kind, number), part) for number, part in enumerate(kind.__iter__(held))]
+    pairs = kind.items(held) if hasattr(kind, "items") else enumerate(kind.__iter__(held))
+    return [(_item(held, kind, key), part) for key, part in pairs if is_key(key)]
 
 
 def _item(held: Any, kind: type[Any], key: Any) -> Step:

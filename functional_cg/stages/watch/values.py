@@ -28,8 +28,11 @@ from ...state.arena import BufferSpec
 from ...tensors.aten import unwrapped
 
 __all__ = [
+    "DEFINED",
+    "LOST",
     "Contents",
     "Excerpt",
+    "Said",
     "Shape",
     "excerpts",
     "holds",
@@ -135,7 +138,6 @@ class Contents:
     """
 
     __slots__ = ("_read", "kind", "parts")
-    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, container: Any) -> None:
         self.kind, self._read = type(container), _reader(container)
@@ -156,13 +158,6 @@ class Contents:
         now, parts = tuple(self._read(container)), self.parts
         return len(now) == len(parts) and (
             all(map(operator.is_, now, parts)) or all(map(_same_part, now, parts))
-        )
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Contents)
-            and (self.kind, len(self.parts)) == (other.kind, len(other.parts))
-            and all(map(_same_part, self.parts, other.parts))
         )
 
 
@@ -194,9 +189,9 @@ def _reader(container: Any) -> Callable[[Any], Iterable[Any]]:
             return lambda now: itertools.chain.from_iterable(now.items())
         case set() | frozenset():
             return lambda now: (frozenset(now),)
-        case KeysView() | ItemsView() | ValuesView():
-            return iter
-        case list() | tuple() | deque() | bytearray() | array.array():
+        case (
+            KeysView() | ItemsView() | ValuesView() | list() | tuple() | deque() | bytearray() | array.array()
+        ):
             return iter
         case memoryview() | ctypes.Array():
             return lambda now: (bytes(now),)
@@ -214,14 +209,22 @@ def _same_part(new: Any, old: Any) -> bool:
     return new is old or inner or same(new, old)
 
 
-@dataclass(frozen=True)
-class Excerpt:
-    """What a message shows of a container."""
+@dataclass(frozen=True, repr=False)
+class Said:
+    """Text that a message shows for an object without a short repr."""
 
     text: str
 
     def __repr__(self) -> str:
         return self.text
+
+
+# What a message shows of a definition, and instead of what is no longer there.
+DEFINED, LOST = Said("as defined then"), Said("<gone>")
+
+
+class Excerpt(Said):
+    """What a message shows of a container."""
 
 
 def excerpts(one: Contents, other: Contents) -> tuple[Excerpt, Excerpt]:
