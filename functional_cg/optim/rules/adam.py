@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from functional_cg.optim.algebra.arithmetic import averaged
-from functional_cg.optim.algebra.base import Direction, Scalar, ScalarOrSchedule, Updates
+from functional_cg.optim.algebra.base import Direction, Scalar, Updates
 from functional_cg.optim.algebra.links import Mask, add_decayed_weights, scale_by_trust_ratio
 from functional_cg.optim.rules.aliases import Alias, Fused
 
@@ -329,7 +329,6 @@ class _Family(Alias):
       eps: Keeps the denominator away from 0.
     """
 
-    learning_rate: ScalarOrSchedule
     b1: Scalar = 0.9
     b2: Scalar = 0.999
     eps: Scalar = 1e-8

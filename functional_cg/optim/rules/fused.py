@@ -69,16 +69,6 @@ def converting(
     return convert, list(zip(tags or [None] * len(buckets), buckets, strict=True))
 
 
-def is_dense(tensor: Tensor, order: Sequence[int]) -> bool:
-    """Whether the memory has no gaps with the dimensions in ``order``, outermost first."""
-    expected = 1
-    for dim in reversed(order):
-        if tensor.shape[dim] != 1 and tensor.stride(dim) != expected:
-            return False
-        expected *= tensor.shape[dim]
-    return True
-
-
 def align(columns: Columns) -> list[list[Tensor]]:
     """Give every row the stride order of its first tensor, without gaps; usually a no-op."""
     out = [list(column) for column in columns]
@@ -89,14 +79,9 @@ def align(columns: Columns) -> list[list[Tensor]]:
         order = sorted(range(first.dim()), key=lambda dim: first.stride(dim), reverse=True)
         back = sorted(range(first.dim()), key=order.__getitem__)
         for column, tensor in zip(out, tensors, strict=True):
-            if not is_dense(tensor, order):
+            if not tensor.permute(order).is_contiguous():
                 column[row] = tensor.permute(order).contiguous().permute(back)
     return out
-
-
-def overload(packet: Any, lr: Scalar) -> Any:
-    """Pick the overload for this kind of learning rate; torch's own dispatch would read the tensor."""
-    return packet.tensor_lr if isinstance(lr, Tensor) else packet.default
 
 
 def beside(scalar: Any, leaf: Tensor) -> Any:
@@ -113,11 +98,9 @@ def with_rate(
     by the rate afterwards: all of these optimizers are linear in it.
     """
     params = columns[0]
-    if not isinstance(lr, Tensor):
-        return tuple(map(list, call(columns, lr)))
     rate = beside(lr, params[0])
-    if params[0].dtype is not torch.float64:
-        return tuple(map(list, call(columns, rate.to(torch.float32))))
+    if not isinstance(rate, Tensor) or params[0].dtype is not torch.float64:
+        return tuple(map(list, call(columns, rate.to(torch.float32) if isinstance(rate, Tensor) else rate)))
     whole, *rest = call(columns, 1.0)
     return [p + rate * (w - p) for p, w in zip(params, whole, strict=True)], *map(list, rest)
 
@@ -136,7 +119,9 @@ def run(
         leaf = columns[0][0]
         steps = [] if count is None else [beside(count, leaf).to(torch.float32)] * len(columns[0])
         rest = [steps if name == "state_steps" else [] for name in names[len(columns) :]]
-        out = overload(packet, lr)(*columns, *rest, lr=lr, maximize=False, **numbers)
+        # torch's own dispatch would read the tensor
+        chosen = packet.tensor_lr if isinstance(lr, Tensor) else packet.default
+        out = chosen(*columns, *rest, lr=lr, maximize=False, **numbers)
         return out[0], *out[2 : len(columns)]
 
     def call(columns: Columns, lr: Scalar) -> Any:

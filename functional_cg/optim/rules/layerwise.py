@@ -18,7 +18,6 @@ from functional_cg.optim.algebra.base import (
     GradientTransformation,
     Params,
     Scalar,
-    ScalarOrSchedule,
     Updates,
     full_like_tree,
     zero_count,
@@ -98,7 +97,6 @@ class lars(Alias):
       {'w': tensor([-0.0000, -2.5000])}
     """
 
-    learning_rate: ScalarOrSchedule
     momentum: Scalar = 0.9
     nesterov: bool = False
     trust_coefficient: Scalar = 1e-3
@@ -196,7 +194,6 @@ class novograd(Alias):
       {'w': tensor([-0.0600, -0.0800])}
     """
 
-    learning_rate: ScalarOrSchedule
     b1: Scalar = 0.95
     b2: Scalar = 0.98
     eps: Scalar = 1e-8

@@ -166,7 +166,6 @@ class muon(Alias):
       tensor([-0.1000, -0.1000])
     """
 
-    learning_rate: ScalarOrSchedule
     momentum: Scalar = 0.95
     nesterov: bool = True
     match_rms: bool = False
