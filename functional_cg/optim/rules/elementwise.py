@@ -213,9 +213,8 @@ class rmsprop(Alias):
 
     @property
     def links(self) -> tuple[GradientTransformation, ...]:
-        rms = scale_by_rms(self.decay, self.eps, self.centered)
         moving = (trace(self.momentum),) if _moves(self.momentum) else ()
-        return rms, *moving, scale_by_learning_rate(self.learning_rate)
+        return self._made(scale_by_rms), *moving, scale_by_learning_rate(self.learning_rate)
 
 
 class ScaleByAdadeltaState(NamedTuple):

@@ -218,8 +218,10 @@ class adafactor(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        pair = isinstance(self.eps, (tuple, list)) and len(self.eps) == 2
-        require(pair, f"adafactor: eps is a pair, got {self.eps!r}")
+        require(
+            isinstance(self.eps, (tuple, list)) and len(self.eps) == 2,
+            f"adafactor: eps is a pair, got {self.eps!r}",
+        )
         object.__setattr__(self, "eps", tuple(self.eps))
         _ = self.links  # each checks its own arguments
 
@@ -234,7 +236,7 @@ class adafactor(Optimizer):
         )
 
     def init(self, params: Params) -> ScaleByFactoredRmsState:
-        return scale_by_factored_rms(self.decay_rate, self.eps[0]).init(params)
+        return self.links[0].init(params)
 
     def update(
         self, updates: Updates, state: ScaleByFactoredRmsState, params: Params | None = None
