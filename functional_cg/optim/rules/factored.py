@@ -236,7 +236,7 @@ class adafactor(Optimizer):
         )
 
     def init(self, params: Params) -> ScaleByFactoredRmsState:
-        return self.links[0].init(params)
+        return scale_by_factored_rms(self.decay_rate, self.eps[0]).init(params)
 
     def update(
         self, updates: Updates, state: ScaleByFactoredRmsState, params: Params | None = None

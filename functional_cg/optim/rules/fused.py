@@ -11,6 +11,8 @@ checking (a contiguous gradient of a channels-last parameter would be applied to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -69,6 +71,13 @@ def converting(
     return convert, list(zip(tags or [None] * len(buckets), buckets, strict=True))
 
 
+def is_dense(tensor: Tensor, order: Sequence[int]) -> bool:
+    """Whether the memory has no gaps with the dimensions in ``order``, outermost first."""
+    sizes = [tensor.shape[dim] for dim in reversed(order)]
+    rows = zip(reversed(order), sizes, accumulate(sizes, mul, initial=1), strict=False)
+    return all(size == 1 or tensor.stride(dim) == expected for dim, size, expected in rows)
+
+
 def align(columns: Columns) -> list[list[Tensor]]:
     """Give every row the stride order of its first tensor, without gaps; usually a no-op."""
     out = [list(column) for column in columns]
@@ -79,7 +88,7 @@ def align(columns: Columns) -> list[list[Tensor]]:
         order = sorted(range(first.dim()), key=lambda dim: first.stride(dim), reverse=True)
         back = sorted(range(first.dim()), key=order.__getitem__)
         for column, tensor in zip(out, tensors, strict=True):
-            if not tensor.permute(order).is_contiguous():
+            if not is_dense(tensor, order):
                 column[row] = tensor.permute(order).contiguous().permute(back)
     return out
 
