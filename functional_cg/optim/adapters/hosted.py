@@ -119,9 +119,9 @@ class HostNumbers(TorchFunctionMode):
 # A function that reads a number, or gets round autograd -> what runs in its place.
 _INSTEAD: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
-        **dict.fromkeys(
-            (Tensor.item, Tensor.__float__, Tensor.__int__), lambda mode, value: number(value, mode.device)
-        ),
+        Tensor.item: lambda mode, value: number(value, mode.device),
+        Tensor.__float__: lambda mode, value: number(value, mode.device),
+        Tensor.__int__: lambda mode, value: number(value, mode.device),
         Tensor.__bool__: lambda mode, condition: mode.ask(condition),
         Tensor.data.__get__: lambda mode, value, *_: value.detach(),  # type: ignore[attr-defined]
         Tensor.data.__set__: lambda mode, value, new: value.copy_(new),  # type: ignore[attr-defined]
@@ -175,9 +175,9 @@ def _extreme(plain: Callable[..., Any], of_tensors: Callable[..., Tensor]) -> Ca
     return lambda *args: either(*(args[0] if len(args) == 1 else args))
 
 
-# A global of a module, or a builtin -> what stands in for it, for Python numbers and tensors.
-_STAND_INS = MappingProxyType(
-    {
+def _stand_ins() -> dict[str, Any]:
+    """A global of a module, or a builtin -> what stands in for it, for Python numbers and tensors."""
+    return {
         "math": types.SimpleNamespace(
             **{
                 name: _either(one, getattr(torch, name, None)) if callable(one) else one
@@ -190,12 +190,11 @@ _STAND_INS = MappingProxyType(
         "float": _either(float, Tensor.double),
         "int": _either(int, lambda value: value.double().trunc()),
     }
-)
 
 
 def _own_globals(names: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a module's globals, rebuilding its functions to use the copy."""
-    own = {**names, **{name: new for name, new in _STAND_INS.items() if name in {*names, *vars(builtins)}}}
+    own = {**names, **{name: new for name, new in _stand_ins().items() if name in {*names, *vars(builtins)}}}
     for name, value in names.items():
         if inspect.isfunction(value) and inspect.unwrap(value).__globals__ is names:
             own[name] = _rebuilt(value, own)
