@@ -52,9 +52,8 @@ class Adapted(Stepper):
     joined: bool = field(default=False, compare=False)
 
     def __repr__(self) -> str:
-        hyper = thaw(self.hyper)
-        if self.learning_rate is not None:
-            hyper = {"lr": self.learning_rate, **hyper}
+        rate = {} if self.learning_rate is None else {"lr": self.learning_rate}
+        hyper = {**rate, **thaw(self.hyper)}
         module = self.cls.__module__.partition(".")[0]
         home = "torch.optim" if module == "torch" else module
         return f"from_torch({', '.join([f'{home}.{self.cls.__name__}', *(f'{k}={v!r}' for k, v in hyper.items())])})"
@@ -86,13 +85,13 @@ class Adapted(Stepper):
         leaves, treedef = tree.flatten(params)
         cls, first = hosted(self.cls), state.count == 0
         rate = None if self.learning_rate is None else rate_at(self.learning_rate, state.count)
-        new, kept = [], []
-        for leaf, grad, old in zip(leaves, tree.leaves(grads), state.leaves, strict=True):
-            with torch.no_grad():
-                out = self._advanced(cls, rate, leaf, grad, old, first)
-            new.append(out[0])
-            kept.append(out[1])
-        return tree.unflatten(treedef, new), AdaptedState(state.count + 1, tuple(kept))
+        with torch.no_grad():
+            rows = [
+                self._advanced(cls, rate, leaf, grad, old, first)
+                for leaf, grad, old in zip(leaves, tree.leaves(grads), state.leaves, strict=True)
+            ]
+        kept = tuple(own for _, own in rows)
+        return tree.unflatten(treedef, [new for new, _ in rows]), AdaptedState(state.count + 1, kept)
 
     def _advanced(
         self, cls: Any, rate: Any, leaf: Tensor, grad: Tensor, old: Any, first: Tensor
@@ -103,16 +102,12 @@ class Adapted(Stepper):
         def run(ask: Callable[[Tensor], bool]) -> list[Tensor]:
             fresh = self.joined and ask(first)
             start = None if fresh else tree.unflatten(treedef, [one.clone() for one in flat])
-            one = _Leaf(self, cls, leaf, rate)
-            one.run(grad.to(leaf.dtype, copy=True), start, ask)
-            strange = [name for name in one.moved if name not in old["group"]]
-            if strange:
-                where = (
-                    "for all parameters at once"
-                    if strange[0] in one.group
-                    else "on the object, not in its state"
-                )
-                raise RefusedError(f"changes `{strange[0]}` {where}")
+            one = _Stepped(self, cls, leaf, rate, grad.to(leaf.dtype, copy=True), start, ask)
+            strange = next((name for name in one.moved if name not in old["group"]), None)
+            if strange is not None:
+                shared = strange in one.group
+                where = "for all parameters at once" if shared else "on the object, not in its state"
+                raise RefusedError(f"changes `{strange}` {where}")
             names = {name: one.group[name] for name in old["group"]}
             kept, structure = tree.flatten(
                 _on_device({"state": dict(one.state), "group": names}, leaf.device)
@@ -127,10 +122,9 @@ class Adapted(Stepper):
 
     def _first_kept(self, leaf: Tensor) -> Any:
         """Initial state of a leaf: the values first assigned during a step with zero gradients."""
-        one = _Leaf(self, hosted(self.cls), leaf, None)
-        one.run(torch.zeros_like(leaf).contiguous(), None, lambda condition: True)
+        one = _Stepped(self, hosted(self.cls), leaf, None, torch.zeros_like(leaf).contiguous())
         numbers = {name: one.before[name] for name in one.moved if type(one.group.get(name)) in (int, float)}
-        kept = {"state": one.first_state(), "group": numbers}
+        kept = {"state": one.state.at_first(), "group": numbers}
         return tree.map(torch.clone, _on_device(kept, leaf.device))
 
 
@@ -153,13 +147,11 @@ def _refuse_sharded(params: Params) -> None:
 
 def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Clone tensors that share storage with an earlier one."""
-    seen: set[Any] = set()
-    out = []
-    for tensor in tensors:
-        key = storage_key(tensor)
-        out.append(tensor.clone() if key in seen else tensor)
-        seen.add(key)
-    return out
+    keys = [storage_key(tensor) for tensor in tensors]
+    return [
+        one.clone() if key in keys[:i] else one
+        for i, (one, key) in enumerate(zip(tensors, keys, strict=True))
+    ]
 
 
 class _First(dict[Any, Any]):
@@ -174,60 +166,67 @@ class _First(dict[Any, Any]):
             self.first[name] = tree.map(lambda one: one.clone() if isinstance(one, Tensor) else one, value)
         super().__setitem__(name, value)
 
+    def at_first(self) -> dict[Any, Any]:
+        """Each value as first assigned; zeros where its structure changed later."""
+        pairs = {name: (self.first[name], value) for name, value in self.items()}
+        return {
+            name: first if tree.flatten(first)[1] == tree.flatten(now)[1] else tree.map(torch.zeros_like, now)
+            for name, (first, now) in pairs.items()
+        }
 
-class _Leaf:
-    """An optimizer object for one parameter that lives for one step.
+
+class _Stepped:
+    """An optimizer object for one parameter, after one step.
 
     Attributes:
+      leaf: The parameter.
+      group: Its group.
+      state: What the class keeps for it.
       before: Contents of the group and the object before the step, except parameters and their state.
       moved: The names whose values the step changed.
     """
 
-    before: dict[str, Any]
-    moved: list[str]
-
-    def __init__(self, of: Adapted, cls: Any, leaf: Tensor, rate: Any) -> None:
+    def __init__(
+        self,
+        of: Adapted,
+        cls: Any,
+        leaf: Tensor,
+        rate: Any,
+        grad: Tensor,
+        kept: Any = None,
+        ask: Callable[[Tensor], bool] = lambda condition: True,
+    ) -> None:
+        """Run one step from the given state, or from scratch."""
         self.leaf = leaf.detach().clone()
-        self.optimizer = of.made([self.leaf], cls)
-        self.group = self.optimizer.param_groups[0]
+        optimizer = of.made([self.leaf], cls)
+        self.group = optimizer.param_groups[0]
         if rate is not None:
             self.group["lr"] = number(rate, leaf.device) if isinstance(rate, Tensor) else rate
-        for name in ("foreach", "fused"):  # torch turns them on by default on a GPU; a graph needs neither
-            if name in self.group and self.group[name] is None:
-                self.group[name] = False
-        for place in (self.group, vars(self.optimizer)):
+        # torch turns them on by default on a GPU; a graph needs neither
+        off = {name: False for name in ("foreach", "fused") if self.group.get(name, ...) is None}
+        self.group.update(off)
+        for place in (self.group, vars(optimizer)):
             lists = {name: value for name, value in place.items() if type(value) is list}
             place.update({k: Shelf(v) for k, v in lists.items() if k not in ("params", "param_groups")})
         self.state = _First()
-        for name, value in self.optimizer.state.get(self.leaf, {}).items():
+        for name, value in optimizer.state.get(self.leaf, {}).items():
             self.state[name] = value.contiguous() if isinstance(value, Tensor) else value
-        self.optimizer.state[self.leaf] = self.state
-
-    def run(self, grad: Tensor, kept: Any, ask: Callable[[Tensor], bool]) -> None:
-        """Run one step from the given state, or from scratch."""
+        optimizer.state[self.leaf] = self.state
         if kept is not None:
             self.state.update(kept["state"])
             self.group.update(kept["group"])
-        self.before = self._held()
+        self.before = _held(optimizer)
         marks = {name: _mark(value) for name, value in self.before.items()}
         self.leaf.grad = grad
-        with warnings.catch_warnings(), torch.device(self.leaf.device), HostNumbers(self.leaf.device, ask):
+        with warnings.catch_warnings(), torch.device(leaf.device), HostNumbers(leaf.device, ask):
             warnings.simplefilter("ignore")  # warnings about the style of the class itself
-            inspect.unwrap(type(self.optimizer).step)(self.optimizer)
-        self.moved = [name for name, value in self._held().items() if _mark(value) != marks.get(name)]
+            inspect.unwrap(type(optimizer).step)(optimizer)
+        self.moved = [name for name, value in _held(optimizer).items() if _mark(value) != marks.get(name)]
 
-    def _held(self) -> dict[str, Any]:
-        held = {**vars(self.optimizer), **self.group}
-        return {key: value for key, value in held.items() if key not in ("state", "params", "param_groups")}
 
-    def first_state(self) -> dict[Any, Any]:
-        """The parameter's state with each value as first assigned; zeros where the structure changed later."""
-        kept = {}
-        for name, value in self.state.items():
-            first = self.state.first[name]
-            same = tree.flatten(first)[1] == tree.flatten(value)[1]
-            kept[name] = first if same else tree.map(torch.zeros_like, value)
-        return kept
+def _held(optimizer: Any) -> dict[str, Any]:
+    held = {**vars(optimizer), **optimizer.param_groups[0]}
+    return {key: value for key, value in held.items() if key not in ("state", "params", "param_groups")}
 
 
 def _mark(value: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import functools
 import inspect
+import itertools
 import math
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 MAX_RUNS = 64  # per step; a step that needs more is refused
 
-_READS = frozenset({Tensor.item, Tensor.__float__, Tensor.__int__})
 _TO_HOST = frozenset({Tensor.cpu, Tensor.numpy, Tensor.tolist, Tensor.__index__, Tensor.__array__})
 _FILLED = frozenset({torch.zeros_like, torch.ones_like, torch.full_like})
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 # Functions with a scalar factor for a tensor argument -> the name of that factor.
 _SCALED = MappingProxyType({"add": "alpha", "sub": "alpha", "addcmul": "value", "addcdiv": "value"})
 
@@ -46,20 +44,6 @@ def number(value: Any, device: torch.device) -> Tensor:
 # -- every path through a step ------------------------------------------------------------------------------------
 
 
-class _Answers:
-    """Answers truth-value queries on tensors during one run: as given first, then always True."""
-
-    def __init__(self, given: Sequence[bool]) -> None:
-        self.given = list(given)
-        self.asked: list[Tensor] = []
-
-    def __call__(self, condition: Tensor) -> bool:
-        self.asked.append(condition.reshape(()) != 0)
-        if len(self.asked) > len(self.given):
-            self.given.append(True)
-        return self.given[len(self.asked) - 1]
-
-
 def every_way(run: Callable[[Callable[[Tensor], bool]], list[Tensor]]) -> list[Tensor]:
     """Run every path through ``run`` and select the results that its conditions choose.
 
@@ -68,18 +52,22 @@ def every_way(run: Callable[[Callable[[Tensor], bool]], list[Tensor]]) -> list[T
     Raises:
       RefusedError: If there are more than ``MAX_RUNS`` paths.
     """
-    runs = 0
+    runs = itertools.count(1)
 
     def join(given: list[bool]) -> list[Tensor]:
-        nonlocal runs
-        runs += 1
-        if runs > MAX_RUNS:
+        """Answer as given first, then always True, and join what other answers would have given."""
+        if next(runs) > MAX_RUNS:
             raise RefusedError(f"branches on tensors in more than {MAX_RUNS} ways")
-        answers = _Answers(given)
-        out = run(answers)
-        for i in reversed(range(len(given), len(answers.asked))):
-            other = join([*answers.given[:i], False])
-            out = [torch.where(answers.asked[i], a, b) for a, b in zip(out, other, strict=True)]
+        answers, asked = itertools.chain(given, itertools.repeat(True)), list[Tensor]()
+
+        def answer(condition: Tensor) -> bool:
+            asked.append(condition.reshape(()) != 0)
+            return next(answers)
+
+        out = run(answer)
+        for i in reversed(range(len(given), len(asked))):
+            other = join([*given, *[True] * (i - len(given)), False])
+            out = [torch.where(asked[i], a, b) for a, b in zip(out, other, strict=True)]
         return out
 
     return join([])
@@ -107,16 +95,10 @@ class HostNumbers(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func in _READS:
-            return number(args[0], self.device)
-        if func is Tensor.__bool__:
-            return self.ask(args[0])
+        if func in _INSTEAD:
+            return _INSTEAD[func](self, *args)
         if func in _TO_HOST:
             raise RefusedError(f"reads a tensor on the host, by `{func.__name__}`")
-        if func == _DATA:
-            return args[0].detach()
-        if func == _SET_DATA:
-            return args[0].copy_(args[1])
         if func is torch.tensor and isinstance(args[0], (int, float)):
             dtype = kwargs.get("dtype") or torch.get_default_dtype()
             return torch.full((), args[0], dtype=dtype, device=self.device)
@@ -132,6 +114,19 @@ class HostNumbers(TorchFunctionMode):
         ):  # while states are initialized, one number may stand for all elements, which cannot be written
             result = result.contiguous()
         return result if out is None else out.copy_(result)
+
+
+# A function that reads a number, or gets round autograd -> what runs in its place.
+_INSTEAD: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        Tensor.item: lambda mode, value: number(value, mode.device),
+        Tensor.__float__: lambda mode, value: number(value, mode.device),
+        Tensor.__int__: lambda mode, value: number(value, mode.device),
+        Tensor.__bool__: lambda mode, condition: mode.ask(condition),
+        Tensor.data.__get__: lambda mode, value, *_: value.detach(),  # type: ignore[attr-defined]
+        Tensor.data.__set__: lambda mode, value, new: value.copy_(new),  # type: ignore[attr-defined]
+    }
+)
 
 
 def _unscaled(func: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -157,64 +152,49 @@ def _beside(value: Tensor, tensor: Any) -> Tensor:
 # -- functions with separate globals -----------------------------------------------------------------------------
 
 
-class _Math:
-    """Stands in for the module ``math``, for Python numbers and tensors."""
+def _either(plain: Callable[..., Any], of_tensors: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A function of Python numbers that computes something else where an argument is a tensor."""
 
-    __slots__ = ()
-
-    def __getattr__(self, name: str) -> Any:
-        plain, of_tensors = getattr(math, name), getattr(torch, name, None)
-        if not callable(plain):
-            return plain
-
-        def either(*args: Any) -> Any:
-            if not any(isinstance(arg, Tensor) for arg in args):
-                return plain(*args)
-            if of_tensors is None:
-                raise RefusedError(f"asks `math.{name}` of a tensor")
-            return of_tensors(*args)
-
-        return either
-
-
-class _Copy:
-    """Stands in for the module ``copy``: deep copies of tensors are clones."""
-
-    __slots__ = ()
-
-    @staticmethod
-    def deepcopy(value: Any) -> Any:
-        return value.clone() if isinstance(value, Tensor) else value
-
-
-def _extreme(plain: Callable[..., Any], of_tensors: Callable[..., Tensor]) -> Callable[..., Any]:
     def either(*args: Any) -> Any:
-        values = list(args[0]) if len(args) == 1 else list(args)
-        like = next((value for value in values if isinstance(value, Tensor)), None)
-        if like is None:
-            return plain(values)
-        tensors = [value if isinstance(value, Tensor) else torch.full_like(like, value) for value in values]
-        return functools.reduce(of_tensors, tensors)
+        if not any(isinstance(arg, Tensor) for arg in args):
+            return plain(*args)
+        if of_tensors is None:
+            raise RefusedError(f"asks `math.{plain.__name__}` of a tensor")
+        return of_tensors(*args)
 
     return either
 
 
-def _float(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) else float(value)
+def _extreme(plain: Callable[..., Any], of_tensors: Callable[..., Tensor]) -> Callable[..., Any]:
+    def of_values(*values: Any) -> Tensor:
+        like = next(value for value in values if isinstance(value, Tensor))
+        tensors = (value if isinstance(value, Tensor) else torch.full_like(like, value) for value in values)
+        return functools.reduce(of_tensors, tensors)
+
+    either = _either(lambda *values: plain(values), of_values)
+    return lambda *args: either(*(args[0] if len(args) == 1 else args))
 
 
-def _int(value: Any) -> Any:
-    return value.double().trunc() if isinstance(value, Tensor) else int(value)
+def _stand_ins() -> dict[str, Any]:
+    """A global of a module, or a builtin -> what stands in for it, for Python numbers and tensors."""
+    return {
+        "math": types.SimpleNamespace(
+            **{
+                name: _either(one, getattr(torch, name, None)) if callable(one) else one
+                for name, one in vars(math).items()
+            }
+        ),
+        "copy": types.SimpleNamespace(deepcopy=_either(lambda value: value, Tensor.clone)),
+        "min": _extreme(min, torch.minimum),
+        "max": _extreme(max, torch.maximum),
+        "float": _either(float, Tensor.double),
+        "int": _either(int, lambda value: value.double().trunc()),
+    }
 
 
 def _own_globals(names: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a module's globals, rebuilding its functions to use the copy."""
-    own = dict(names)
-    swapped = {
-        "math": _Math(), "copy": _Copy(), "min": _extreme(min, torch.minimum), "max": _extreme(max, torch.maximum),
-        "float": _float, "int": _int,
-    }  # fmt: skip
-    own.update({name: new for name, new in swapped.items() if name in names or name in vars(builtins)})
+    own = {**names, **{name: new for name, new in _stand_ins().items() if name in {*names, *vars(builtins)}}}
     for name, value in names.items():
         if inspect.isfunction(value) and inspect.unwrap(value).__globals__ is names:
             own[name] = _rebuilt(value, own)

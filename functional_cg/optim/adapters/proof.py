@@ -82,20 +82,14 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Adapted:
             reason = str(error)
         else:
             return candidate
-    raise _refusal(cls, reason)
-
-
-def _refusal(cls: type, reason: str) -> CaptureError:
-    native = NATIVE.get(cls.__name__)
-    other = (
-        "write its formula as a transformation, `optim.GradientTransformation.from_functions(init, update)`."
-    )
-    return CaptureError.of(
+    raise CaptureError.of(
         "",
         f"from_torch: `{cls.__module__.partition('.')[0]}.{cls.__name__}` cannot be made a pure function.",
         rows=[f"{cls.__name__}  {reason}"],
         why="A graph repeats kernels: what the host decides or keeps is decided once, for ever.",
-        fix=f"use `{native}`." if native else other,
+        fix=f"use `{NATIVE[cls.__name__]}`."
+        if cls.__name__ in NATIVE
+        else "write its formula as a transformation, `optim.GradientTransformation.from_functions(init, update)`.",
     )
 
 
@@ -120,15 +114,14 @@ def _constructed(tx: Adapted) -> tuple[Any, list[Tensor], list[list[Tensor]]]:
 def _prove(tx: Adapted) -> None:
     """Run an adapted class and the original side by side; raises ``RefusedError``, which says how they differ."""
     optimizer, theirs, steps = _constructed(tx)
-    start, rate = [leaf.clone() for leaf in theirs], tx.learning_rate
-    ours = start
+    ours = start = [leaf.clone() for leaf in theirs]
     try:
         state = tx.init(ours)
         for count, grads in enumerate(steps):
             for leaf, grad in zip(theirs, grads, strict=True):
                 leaf.grad = grad.clone()
-            if callable(rate):
-                optimizer.param_groups[0]["lr"] = float(rate(count))
+            if callable(tx.learning_rate):
+                optimizer.param_groups[0]["lr"] = float(tx.learning_rate(count))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 optimizer.step()

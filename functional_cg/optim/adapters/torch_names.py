@@ -73,12 +73,11 @@ BY_TORCH: Mapping[type, Names] = MappingProxyType(
             (("decay", "rho"), ("eps", "eps")),
         ),
         scale_by_learning_rate: Names("r", (("count", None),), (("learning_rate", "lr"),)),
-        scale_by_schedule: Names("r", (("count", None),)),
-        scale: Names("s"),
-        add_decayed_weights: Names("d"),
+        scale_by_schedule: Names("r", (("count", None),), (("schedule", "lr"),)),
+        scale: Names("s", (), (("step_size", "lr"),)),
+        add_decayed_weights: Names("d", (), (("weight_decay", "weight_decay"),)),
     }
 )
-_RATES = (scale_by_learning_rate, scale_by_schedule, scale)
 # The orders in which torch applies links: g changes the gradient, as a clip does, d adds decayed weights, M and m are
 # moments, behind which torch has weight decay or not, R and t the mean square and the momentum of RMSprop, r a rate.
 _ORDER = re.compile("g*(dg*)?r*|g*dg*([Mmt]|Rt?)[rs]*|g*(Md?|[mt]|Rt?)[rs]*")
@@ -118,8 +117,7 @@ def surveyed(tx: GradientTransformation, state: OptState, params: Params) -> Sur
     for rule, own, part in tx.rules(state, params):
         members = names_of(tree.flatten(part)[1], "optim", "params")
         if isinstance(rule, InjectedTransformation):
-            if own.count is not None:
-                out.counts.append(own.count)
+            out.counts.extend(tree.leaves(own))
             continue
         if isinstance(rule, Adapted):
             _of_class(out, rule, own, members, part)
@@ -145,38 +143,26 @@ def _kind(rule: Any) -> str:
 
 def _of_rule(out: Survey, rule: Any, own: Any, members: list[str], part: Params) -> None:
     names = BY_TORCH[type(rule)]
-    fields = own._asdict()
     for name, key in names.state:
-        value = fields.get(name)
-        if value is None:
-            continue
+        value = own._asdict().get(name)  # a tuple has a `count` of its own
         if key is None:
-            out.counts.append(value)
-            continue
-        shared = key in ("step", "mu_product")
-        for member, leaf in zip(
-            members, [value] * len(members) if shared else tree.leaves(value), strict=True
-        ):
-            out.slots[member][key] = leaf
-    for member, decays in zip(members, resolve_flags(getattr(rule, "mask", None), part), strict=True):
+            out.counts.extend(tree.leaves(value))
+        elif value is not None:
+            shared = key in ("step", "mu_product")
+            leaves = [value] * len(members) if shared else tree.leaves(value)
+            for member, leaf in zip(members, leaves, strict=True):
+                out.slots[member][key] = leaf
+    for member, on in zip(members, resolve_flags(getattr(rule, "mask", None), part), strict=True):
         numbers = out.numbers[member]
-        decay = getattr(rule, "weight_decay", None)
-        if decay is not None:
-            numbers["weight_decay"] = decay if decays else 0.0
-            # Decay before the moments is part of the gradient.
-            numbers["decoupled_weight_decay"] = "exp_avg" in out.slots[member]
         before = numbers.get("lr")
-        numbers.update({key: getattr(rule, name) for name, key in names.numbers})
-        numbers.update(names.fixed)
-        if type(rule) in _RATES and (before is not None or type(rule) is not scale_by_learning_rate):
-            numbers["lr"] = _times(-1.0 if before is None else before, _factor(rule))
-
-
-def _factor(rule: Any) -> Any:
-    """What a link multiplies updates by: a number, or a function of the step."""
-    if isinstance(rule, scale_by_learning_rate):
-        return _times(-1.0, rule.learning_rate)
-    return rule.schedule if isinstance(rule, scale_by_schedule) else rule.step_size
+        own_numbers = {key: getattr(rule, name) if on else 0.0 for name, key in names.numbers}
+        numbers.update({**own_numbers, **dict(names.fixed)})
+        if isinstance(rule, add_decayed_weights):  # before the moments, it is part of the gradient
+            numbers["decoupled_weight_decay"] = "exp_avg" in out.slots[member]
+        descends = isinstance(rule, scale_by_learning_rate)
+        if "lr" in own_numbers and (before is not None or not descends):
+            factor = _times(-1.0, numbers["lr"]) if descends else numbers["lr"]
+            numbers["lr"] = _times(-1.0 if before is None else before, factor)
 
 
 def _times(a: Any, b: Any) -> Any:
@@ -190,8 +176,8 @@ def _of_class(out: Survey, rule: Adapted, own: Any, members: list[str], part: Pa
     for member, leaf, kept in zip(members, tree.leaves(part), own.leaves, strict=True):
         out.slots[member].update(kept["state"])
         out.of_groups[member] = kept["group"]
-        given = {**rule.made([leaf]).defaults, **thaw(rule.hyper)}
-        given["lr"] = given.get("lr") if rule.learning_rate is None else rule.learning_rate
+        rate = {} if rule.learning_rate is None else {"lr": rule.learning_rate}
+        given = {**rule.made([leaf]).defaults, **thaw(rule.hyper), **rate}
         out.numbers[member].update(
             {
                 key: value

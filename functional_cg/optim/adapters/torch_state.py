@@ -90,15 +90,14 @@ def load_torch_state(
     counts: dict[tuple[str, str], dict[str, float]] = {}  # of a leaf that several parameters share
     for name, slots in ours.slots.items():
         kept = {key: value for key, value in entries[name].kept.items() if value is not None}
+        known = {**first.slots[name], **kept}
         for key, leaf in slots.items():
-            value = kept.get(key, first.slots[name][key])
+            value = known[key]
             if leaf.dim() == 0 and not (isinstance(value, Tensor) and value.dim()):
                 value = torch.as_tensor(value, dtype=leaf.dtype)
                 counts.setdefault((place[id(leaf)], key), {})[name] = float(value)
             values[place[id(leaf)]] = as_real(value) if isinstance(value, Tensor) else value
-        if "step" in (
-            known := {**first.slots[name], **kept}
-        ):  # RMSprop keeps one that its formula does not use
+        if "step" in known:  # RMSprop keeps one that its formula does not use
             steps.append(int(known["step"]))
         for key, leaf in ours.of_groups.get(name, {}).items():
             values[place[id(leaf)]] = torch.as_tensor(entries[name].group[key], dtype=leaf.dtype)
@@ -185,19 +184,19 @@ def torch_state(state: Any, like: Mapping[str, Any], *, names: Sequence[str] | N
             fix="make the torch optimizer with the numbers and groups of `state.optimizer`.",
         )
     params = dict(zip(names_of(tree.flatten(plain.params)[1]), tree.leaves(plain.params), strict=True))
-    kept: dict[int, dict[str, Any]] = out["state"]
     for name, slots in ours.slots.items():
-        if slots:
-            kept[entries[name].number] = {
-                key: as_complex(leaf.clone(), params[name]) if leaf.dim() else leaf.clone()
-                for key, leaf in slots.items()
+        if slots:  # RMSprop and Adadelta keep a step unused; torch's SGD ignores it
+            out["state"][entries[name].number] = {
+                key: _kept_by_torch(key, leaf, params[name])
+                for key, leaf in {"step": plain.step, **slots}.items()
             }
-    for one in kept.values():
-        one.setdefault("step", plain.step)  # RMSprop and Adadelta keep one unused; torch's SGD ignores it
-        one.update(
-            {key: value.to(torch.float32) for key, value in one.items() if key in ("step", "mu_product")}
-        )
     return out
+
+
+def _kept_by_torch(key: str, leaf: Tensor, param: Tensor) -> Tensor:
+    if key in ("step", "mu_product"):
+        return leaf.to(torch.float32, copy=True)
+    return as_complex(leaf.clone(), param) if leaf.dim() else leaf.clone()
 
 
 def _opened(state: Any, function: str) -> tuple[dict[str, Tensor], Any]:
@@ -228,42 +227,37 @@ def _entries(d: Any, names: Sequence[str] | None, ours: Survey, function: str) -
     if not (isinstance(d, Mapping) and {"state", "param_groups"} <= d.keys()):
         raise TypeError(f"{function}: expected `optimizer.state_dict()`, with `state` and `param_groups`")
     groups = d["param_groups"]
-    numbers = [number for group in groups for number in group["params"]]
-    if names is None:
-        if not all("param_names" in group for group in groups):
-            raise ValueError(
-                f"{function}: the dict numbers its parameters and has no names. To fix: `names=[name for name, _ in "
-                "model.named_parameters()]`, in the order in which the optimizer got them, group after group."
-            )
-        names = [name for group in groups for name in group["param_names"]]
-    names = list(names)
+    owner = {number: group for group in groups for number in group["params"]}
+    kept = [name for group in groups for name in group.get("param_names", ())]
+    if names is None and not all("param_names" in group for group in groups):
+        raise ValueError(
+            f"{function}: the dict numbers its parameters and has no names. To fix: `names=[name for name, _ in "
+            "model.named_parameters()]`, in the order in which the optimizer got them, group after group."
+        )
+    names = kept if names is None else list(names)
     if not all(isinstance(name, str) for name in names):
         raise ValueError(
             f"{function}: expected names, got {names[0]!r}. To fix: `names=[name for name, _ in ...]`."
         )
-    kept = [name for group in groups for name in group.get("param_names", ())]
     if kept and [_bare(name, ours) for name in kept] != [_bare(name, ours) for name in names]:
         raise ValueError(
             f"{function}: `names` differ from those in the dict, {kept}. To fix: leave `names` out."
         )
-    if len(names) != len(numbers):
-        raise ValueError(
-            f"{function}: {len(names)} names for {len(numbers)} parameters of the torch optimizer"
-        )
-    owner = {number: group for group in groups for number in group["params"]}
+    if len(names) != len(owner):
+        raise ValueError(f"{function}: {len(names)} names for {len(owner)} parameters of the torch optimizer")
+    updated = {number: kept for number, kept in d["state"].items() if kept.get("step") != 0}
     found = {
-        _bare(name, ours): _Entry(owner[number], number, _updated(d["state"].get(number, {})))
-        for name, number in zip(names, numbers, strict=True)
+        _bare(name, ours): _Entry(group, number, dict(updated.get(number, {})))
+        for name, (number, group) in zip(names, owner.items(), strict=True)
     }
     if d["state"]:  # what torch has never updated may be frozen here
         found = {name: entry for name, entry in found.items() if name in ours.slots or entry.kept}
         names = [name for name in names if _bare(name, ours) in found]
     rows = [f"{name}  expected a parameter of `state`   got none" for name in found if name not in ours.slots]
-    has = {name for name, slots in ours.slots.items() if slots or ours.numbers[name]}
     rows += [
         f"{name}  expected in the torch optimizer   got nothing"
-        for name in ours.slots
-        if name in has - found.keys()
+        for name, slots in ours.slots.items()
+        if name not in found and (slots or ours.numbers[name])
     ]
     if len(found) < len(names):
         rows.append(f"names  expected {len(names)} of them   got {len(found)}, and others twice")
@@ -279,16 +273,10 @@ def _entries(d: Any, names: Sequence[str] | None, ours: Survey, function: str) -
     return {**{name: _Entry({}, -1, {}) for name in ours.slots}, **found}
 
 
-def _updated(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """What torch keeps of a parameter; nothing before its first update."""
-    return {} if kept.get("step") == 0 else dict(kept)
-
-
 def _bare(name: str, ours: Survey) -> str:
     """The name without the prefixes of wrappers, unless it is one of ours as it stands."""
-    if name in ours.slots:
-        return name
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    bare = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return name if name in ours.slots else bare
 
 
 def _differences(
@@ -303,41 +291,30 @@ def _differences(
         # RMSprop and Adadelta keep a count that their formulas do not use.
         if got and (known - got or got - known - {"step"}):
             rows.append(f"{name}  expected {_words(known)}   got {_words(got)}")
-        for key, number in {**NEUTRAL, **ours.numbers[name]}.items():
+        mine, decays = ours.numbers[name], _number(entry.group, "weight_decay")
+        for key, number in {**NEUTRAL, **mine}.items():
             theirs = _number(entry.group, key)
-            ours_alone = theirs is None and bool(entry.group) and key not in _OPTIONAL
-            if ours_alone and key in ours.numbers[name] and (number or key == "amsgrad"):
-                rows.append(f"{name}: {key}  expected {_shown(number)}   got nothing")
-            if (
-                theirs is None
-                or callable(number)
-                or (key not in ours.numbers[name] and not ours.numbers[name])
-            ):
+            if theirs is None:
+                if entry.group and key in mine and key not in _OPTIONAL and (number or key == "amsgrad"):
+                    shown = "a schedule" if callable(number) else repr(number)
+                    rows.append(f"{name}: {key}  expected {shown}   got nothing")
+            elif callable(number) or not mine or (key == "decoupled_weight_decay" and not decays):
                 continue
-            if key == "decoupled_weight_decay" and not _number(entry.group, "weight_decay"):
-                continue
-            if isinstance(number, Tensor) and id(number) in place:
+            elif isinstance(number, Tensor) and id(number) in place:
                 slot = place[id(number)]
-                if float(values.setdefault(slot, torch.tensor(float(theirs), dtype=number.dtype))) == float(
-                    theirs
-                ):
-                    continue
-                rows.append(
-                    f"{name}: {key}  expected {float(values[slot])!r}, as for the others   got {theirs!r}"
-                )
-            elif number is None or not _equal(number, theirs):
+                value = values.setdefault(slot, torch.tensor(float(theirs), dtype=number.dtype))
+                if float(value) != float(theirs):
+                    rows.append(
+                        f"{name}: {key}  expected {float(value)!r}, as for the others   got {theirs!r}"
+                    )
+            elif number is None or float(_rounded(number, theirs)) != float(theirs):
                 rows.append(f"{name}: {key}  expected {number!r}   got {theirs!r}")
     return rows, values
 
 
-def _equal(number: Any, theirs: Any) -> bool:
-    """Whether two numbers agree; a tensor of torch's has rounded its number."""
-    rounded = torch.as_tensor(float(number), dtype=theirs.dtype) if isinstance(theirs, Tensor) else number
-    return float(rounded) == float(theirs)
-
-
-def _shown(number: Any) -> str:
-    return "a schedule" if callable(number) else repr(number)
+def _rounded(number: Any, theirs: Any) -> Any:
+    """The number, as a tensor of torch's has rounded it."""
+    return torch.as_tensor(float(number), dtype=theirs.dtype) if isinstance(theirs, Tensor) else number
 
 
 def _words(keys: set[str]) -> str:

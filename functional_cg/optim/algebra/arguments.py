@@ -8,10 +8,12 @@ import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+from ...manual import Documented
 
 # Name in torch.optim -> what to write here.
 _HERE = MappingProxyType(
@@ -68,52 +70,55 @@ def no_such_attribute(tx: Any, name: str) -> AttributeError:
     return AttributeError(f"{type(tx).__name__!r} object has no attribute {name!r}{fix}", name=name, obj=tx)
 
 
-def refuse_missing(factory: type, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    """Raise if some, but not all arguments that the factory requires are given: unpickling gives none.
+class Called(metaclass=Documented):
+    """An immutable value made by a call whose arguments are checked by name."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        _refuse(cls, args, options)
+        return super().__new__(cls)
+
+
+def _refuse(factory: type, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    """Raise for a keyword the factory does not take, and if some, but not all arguments that it requires are given.
+
+    Unpickling gives none.
 
     Raises:
-      TypeError: Names the ones that are missing, with an example.
+      TypeError: Lists the arguments it takes, and the equivalent of a ``torch.optim`` name; or the ones that are
+        missing, with an example.
     """
-    if not given and not options:
-        return
     known = inspect.signature(factory).parameters
+    name = factory.__name__
+    unknown = next((one for one in options if one not in known), None)
+    if unknown is not None and not any(one.kind is one.VAR_KEYWORD for one in known.values()):
+        taken = ", ".join(f"`{one}`" for one in known)
+        if unknown in _HERE and not _HERE[unknown]:
+            fix = f" To fix: leave `{unknown}` out."
+        else:
+            here = _HERE.get(unknown, "").format(factory=name) or _by_torch(name, unknown)
+            fix = f" To fix: {here} in place of `{unknown}`." if here else ""
+        raise TypeError(f"{name}: has no argument `{unknown}`; it takes {taken or 'none'}.{fix}")
     required = [
         one.name for one in known.values() if one.default is one.empty and one.kind is not one.VAR_KEYWORD
     ]
-    missing = [name for name in required if name in list(known)[len(given) :] and name not in options]
-    if missing and all(name in _EXAMPLES for name in required):
-        example = ", ".join(f"{name}={_EXAMPLES[name]}" for name in required)
+    missing = [one for one in required if one in list(known)[len(given) :] and one not in options]
+    if (given or options) and missing and all(one in _EXAMPLES for one in required):
+        example = ", ".join(f"{one}={_EXAMPLES[one]}" for one in required)
         raise TypeError(
-            f"{factory.__name__}: needs {' and '.join(f'`{name}`' for name in missing)}.\n"
-            f"To fix: `fcg.optim.{factory.__name__}({example})`."
+            f"{name}: needs {' and '.join(f'`{one}`' for one in missing)}.\n"
+            f"To fix: `fcg.optim.{name}({example})`."
         )
-
-
-def refuse_unknown(factory: type, options: Mapping[str, Any]) -> None:
-    """Raise for a keyword the factory does not take.
-
-    Raises:
-      TypeError: Lists the arguments it takes, and the equivalent of a ``torch.optim`` name.
-    """
-    known = inspect.signature(factory).parameters
-    unknown = next((name for name in options if name not in known), None)
-    if unknown is None or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
-        return
-    name, taken = factory.__name__, ", ".join(f"`{name}`" for name in known)
-    if unknown in _HERE and not _HERE[unknown]:
-        fix = f" To fix: leave `{unknown}` out."
-    else:
-        here = _HERE.get(unknown, "").format(factory=name) or _by_torch(name, unknown)
-        fix = f" To fix: {here} in place of `{unknown}`." if here else ""
-    raise TypeError(f"{name}: has no argument `{unknown}`; it takes {taken or 'none'}.{fix}")
 
 
 def _by_torch(name: str, argument: str) -> str:
     """Return how the class of torch of the same name is adapted, if it takes the argument; else ""."""
     for cls in vars(torch.optim).values():
-        if inspect.isclass(cls) and cls.__name__.lower() == name:
-            if argument in inspect.signature(cls).parameters:
-                return f"`fcg.optim.from_torch(torch.optim.{cls.__name__}, {argument}=..., ...)`"
+        if (
+            inspect.isclass(cls)
+            and cls.__name__.lower() == name
+            and argument in inspect.signature(cls).parameters
+        ):
+            return f"`fcg.optim.from_torch(torch.optim.{cls.__name__}, {argument}=..., ...)`"
     return ""
 
 
@@ -142,9 +147,7 @@ def refuse_without_rate(name: str, tx: Any) -> None:
     """
     for path in tx.paths:
         rates = [link for link in path if link.role == "rate"]
-        late = (
-            [link for link in path[path.index(rates[0]) + 1 :] if link.role == "direction"] if rates else []
-        )
+        late = [link for link in (path[path.index(rates[0]) :] if rates else ()) if link.role == "direction"]
         require(
             len(rates) < 2,
             f"{name}: the optimizer has {len(rates)} learning rates in a row: {', then '.join(map(repr, rates))}. Each "

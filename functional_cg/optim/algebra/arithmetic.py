@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from functional_cg import tree
-from functional_cg.optim.algebra.base import Params, Shared, Updates
-from functional_cg.optim.algebra.selection import resolve_flags
+from functional_cg.optim.algebra.base import Shared
 from functional_cg.optim.rules import fused as _fused
 from functional_cg.shards.reader import all_of
 from functional_cg.shards.tensor import Sharded
@@ -37,22 +35,6 @@ def leaf_norms(leaves: Sequence[Tensor]) -> list[Tensor]:
         return (torch._foreach_norm(columns[0], 2, dtype=dtype),)
 
     return _fused.per_group(norms, [leaves])[0]
-
-
-def where_selected(
-    mask: Any, function: Callable[[Tensor, Tensor], Tensor], updates: Updates, params: Params
-) -> Updates:
-    """Map ``function(u, p)`` over the updates that a mask selects; leave the others unchanged.
-
-    Args:
-      mask: None for all leaves, a prefix tree of bools, or a function from the parameters to one.
-      function: Takes an update and its parameter.
-      updates: Like ``params``.
-      params: The parameters.
-    """
-    flat, treedef = tree.flatten(updates)
-    rows = zip(flat, tree.leaves(params), resolve_flags(mask, params), strict=True)
-    return tree.unflatten(treedef, [function(u, p) if on else u for u, p, on in rows])
 
 
 def whole(leaf: Tensor) -> Tensor:

@@ -18,26 +18,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from functional_cg import tree
 from functional_cg.errors import LayoutError
-from functional_cg.optim.algebra.arguments import (
-    check_numbers,
-    no_such_attribute,
-    refuse_missing,
-    refuse_unknown,
-    seed_of,
-)
+from functional_cg.optim.algebra.arguments import Called, check_numbers, no_such_attribute, seed_of
 from functional_cg.optim.algebra.arguments import in_range as in_range
 from functional_cg.optim.algebra.arguments import require as require
 from functional_cg.optim.algebra.fitting import in_dtypes_of, owners_by_path
 from functional_cg.optim.algebra.selection import FrozenTree, freeze, resolve_flags
-
-from ...manual import Documented
 
 Params = Any  # PyTree of floating tensors
 Updates = Any  # PyTree like Params
@@ -56,7 +48,7 @@ class EmptyState(NamedTuple):
     """State of a stateless transformation."""
 
 
-class GradientTransformation(metaclass=Documented):
+class GradientTransformation(Called):
     """A pure map from gradients to updates that takes its state and returns the next one.
 
     Subclasses are frozen dataclasses whose fields are the hyperparameters. A Python number in a field is a constant
@@ -65,11 +57,6 @@ class GradientTransformation(metaclass=Documented):
 
     Source: ``optax.GradientTransformation``, plus the third function :attr:`step`.
     """
-
-    def __new__(cls, *args: Any, **options: Any) -> Self:
-        refuse_unknown(cls, options)
-        refuse_missing(cls, args, options)
-        return super().__new__(cls)
 
     if not TYPE_CHECKING:  # a type checker would let any name pass
 
@@ -215,14 +202,14 @@ class Link(Checked):
     initial_accumulator_value: float = 0.0
 
     def init(self, params: Params) -> Any:
-        def first(name: str) -> Any:
-            if name == "count":
-                return zero_count(params)
-            if name == "product":
-                return torch.ones((), dtype=torch.float64, device=device_of(params))
-            return full_like_tree(params, self.initial_accumulator_value)
-
-        return self.keeps(*map(first, self.keeps._fields))
+        one = torch.ones((), dtype=torch.float64, device=device_of(params))
+        counters = {"count": zero_count(params), "product": one}
+        return self.keeps(
+            *(
+                counters[name] if name in counters else full_like_tree(params, self.initial_accumulator_value)
+                for name in self.keeps._fields
+            )
+        )
 
     # ``leaf(n, u, p, *kept) -> u``, or ``(u, *kept)``: one leaf's update, its parameter, and what the state has for it.
     leaf: ClassVar[Callable[..., Any]]

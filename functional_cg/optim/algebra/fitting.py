@@ -26,14 +26,12 @@ def refuse_unlike(params: Any, grads: Any) -> None:
 
     flat, treedef = tree.flatten_with_path(params)
     values, other = tree.flatten(grads)
-    rows = tree.structure_diff(treedef, other, "grads") if other != treedef else []
-    if not rows:
-        rows = [
-            f"{tree.path_string(path, 'grads')}  expected {p.dtype} {list(p.shape)}   got "
-            + (f"{g.dtype} {list(g.shape)}" if isinstance(g, Tensor) else repr(g))
-            for (path, p), g in zip(flat, values, strict=True)
-            if unlike(p, g)
-        ]
+    rows = (tree.structure_diff(treedef, other, "grads") if other != treedef else []) or [
+        f"{tree.path_string(path, 'grads')}  expected {p.dtype} {list(p.shape)}   got "
+        + (f"{g.dtype} {list(g.shape)}" if isinstance(g, Tensor) else repr(g))
+        for (path, p), g in zip(flat, values, strict=True)
+        if unlike(p, g)
+    ]
     if rows:
         raise LayoutError.of(
             "",

@@ -112,22 +112,12 @@ class InjectedTransformation(Combined):
         schedules = _scheduled(self.arguments, self.static_args)  # without any, there is no count
         return self.factory(**{**constants, **hyperparams, **{name: now(count) for name, now in schedules}})  # type: ignore[arg-type]
 
-    @property
-    def injected(self) -> dict[str, float]:
-        """The numbers moved into the state."""
-        return {
-            name: float(value)
-            for name, value in self.arguments
-            if name not in self.static_args
-            and isinstance(value, (int, float))
-            and not isinstance(value, bool)
-        }
-
     def init(self, params: Params) -> InjectHyperparamsState:
         device = device_of(params)
         numbers = {
-            name: torch.full((), value, dtype=torch.float64, device=device)
-            for name, value in self.injected.items()
+            name: torch.full((), float(value), dtype=torch.float64, device=device)
+            for name, value in self.arguments
+            if name not in self.static_args and type(value) is not bool and isinstance(value, (int, float))
         }
         count = zero_count(params) if _scheduled(self.arguments, self.static_args) else None
         return InjectHyperparamsState(numbers, self._make(numbers, count).init(params), count)

@@ -14,24 +14,17 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Self, cast, overload
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from functional_cg.optim.algebra.arguments import are_numbers, refuse_missing, refuse_unknown, require
-
-from ...manual import Documented
+from functional_cg.optim.algebra.arguments import Called, are_numbers, require
 
 
-class Schedule(metaclass=Documented):
+class Schedule(Called):
     """A function of the update count that is also an immutable value."""
-
-    def __new__(cls, *args: Any, **options: Any) -> Self:
-        refuse_unknown(cls, options)
-        refuse_missing(cls, args, options)
-        return super().__new__(cls)
 
     @overload
     def __call__(self, count: Tensor) -> Tensor: ...
@@ -54,11 +47,10 @@ class _Checked(Schedule):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        given = [(one, getattr(self, one.name)) for one in fields(cast("Any", self))]
         numbers = {
-            one.name: value
-            for one, value in given
-            if one.name not in _OTHERS and (value is not None or one.default is not None)
+            one.name: getattr(self, one.name)
+            for one in fields(cast("Any", self))
+            if one.name not in _OTHERS and not (getattr(self, one.name) is None and one.default is None)
         }
         are_numbers(name, **numbers)
         for key in numbers.keys() & {"transition_steps", "decay_steps", "decay_rate"}:
@@ -243,8 +235,5 @@ class exponential(_Checked):
     def value(self, t: Any) -> Any:
         exponent = t / self.transition_steps
         out = self.init_value * self.decay_rate ** (torch.floor(exponent) if self.staircase else exponent)
-        if self.end_value is None:
-            return out
-        if self.decay_rate < 1:
-            return out.clamp(self.end_value, math.inf)
-        return out.clamp(-math.inf, self.end_value)
+        bounds = (self.end_value, math.inf) if self.decay_rate < 1 else (-math.inf, self.end_value)
+        return out if self.end_value is None else out.clamp(*bounds)

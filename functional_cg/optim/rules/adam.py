@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from functional_cg.optim.algebra.arithmetic import averaged
-from functional_cg.optim.algebra.base import Direction, Scalar, ScalarOrSchedule, Updates
+from functional_cg.optim.algebra.base import Direction, Scalar, Updates
 from functional_cg.optim.algebra.links import Mask, add_decayed_weights, scale_by_trust_ratio
 from functional_cg.optim.rules.aliases import Alias, Fused
 
@@ -27,8 +27,8 @@ class ScaleByAdamState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Moments(Direction):
-    """A link with two moments and a count; the methods are those of Adam.
+class _Betas:
+    """The numbers of Adam.
 
     Attributes:
       b1: Decay of the first moment, in [0, 1).
@@ -39,6 +39,11 @@ class _Moments(Direction):
     b1: Scalar = 0.9
     b2: Scalar = 0.999
     eps: Scalar = 1e-8
+
+
+@dataclass(frozen=True)
+class _Moments(_Betas, Direction):
+    """A link with two moments and a count; the methods are those of Adam."""
 
     keeps: ClassVar[Any] = ScaleByAdamState
 
@@ -318,30 +323,19 @@ class scale_by_belief(_Moments):
         return averaged(n.b2, nu, torch.square(u - mu)) + n.eps(nu)  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
-class _Family(Alias):
-    """A link with moments, then the learning rate. For L2 decay, use ``chain(add_decayed_weights(...), ...)``.
-
-    Attributes:
-      learning_rate: Number, f32[], or schedule.
-      b1: Decay of the first moment, in [0, 1).
-      b2: Decay of the second moment, in [0, 1).
-      eps: Keeps the denominator away from 0.
-    """
-
-    learning_rate: ScalarOrSchedule
-    b1: Scalar = 0.9
-    b2: Scalar = 0.999
-    eps: Scalar = 1e-8
+class _Family(_Betas, Alias):
+    """A link with moments, then the learning rate. For L2 decay, use ``chain(add_decayed_weights(...), ...)``."""
 
 
-# What the fused ops call the numbers, and what they need beside.
-_NAMES = MappingProxyType({"b1": "beta1", "b2": "beta2", "eps": "eps"})
-_CONSTANTS = MappingProxyType({"amsgrad": False})
+class _Fused(_Family, Fused):
+    """What the fused ops call the numbers, and what they need beside."""
+
+    names = MappingProxyType({"b1": "beta1", "b2": "beta2", "eps": "eps"})
+    constants = MappingProxyType({"amsgrad": False})
 
 
 @dataclass(frozen=True)
-class adam(_Family, Fused):
+class adam(_Fused):
     r"""Adam: ``p <- p - learning_rate * mu_hat / (sqrt(nu_hat) + eps)``; see ``scale_by_adam``.
 
     ``step`` runs ``aten._fused_adam``. Moments have the dtypes of the parameters.
@@ -365,12 +359,10 @@ class adam(_Family, Fused):
 
     rule = (scale_by_adam,)
     packet = torch.ops.aten._fused_adam
-    names = _NAMES
-    constants = _CONSTANTS
 
 
 @dataclass(frozen=True)
-class adamw(_Family, Fused):
+class adamw(_Fused):
     r"""AdamW: Adam with decoupled weight decay.
 
     ``p <- p - learning_rate * (mu_hat / (sqrt(nu_hat) + eps) + weight_decay * p)``; see ``scale_by_adam``.
@@ -406,8 +398,6 @@ class adamw(_Family, Fused):
 
     rule = (scale_by_adam, add_decayed_weights)
     packet = torch.ops.aten._fused_adamw
-    names = _NAMES
-    constants = _CONSTANTS
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ use has a zero gradient, not None as in ``torch.optim``: moments and weight deca
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -35,15 +35,20 @@ from functional_cg.optim.algebra.selection import resolve_flags
 from functional_cg.optim.rules import fused as _fused
 
 
+@dataclass(frozen=True)
 class Alias(Optimizer, Sequence):
     """An optimizer that is short for a chain; its state is that of the chain, a tuple.
 
     The chain is the links of the classes ``rule``, each made of the fields that have the names of its own, and the
     learning rate.
+
+    Attributes:
+      learning_rate: Number, f32[], or schedule.
     """
 
-    rule: ClassVar[tuple[type[GradientTransformation], ...]]
     learning_rate: ScalarOrSchedule
+
+    rule: ClassVar[tuple[type[GradientTransformation], ...]]
 
     @property
     def links(self) -> tuple[GradientTransformation, ...]:
@@ -52,8 +57,7 @@ class Alias(Optimizer, Sequence):
 
     def _made(self, link: Any) -> GradientTransformation:
         given = {one.name: getattr(self, one.name) for one in fields(link) if hasattr(self, one.name)}
-        made: GradientTransformation = link(**given)
-        return made
+        return link(**given)  # type: ignore[no-any-return]
 
     @property
     def paths(self) -> list[tuple[GradientTransformation, ...]]:
@@ -89,14 +93,13 @@ class Fused(Alias):
         count = kept.pop("count") + 1 if "count" in kept else None
         numbers = {key: getattr(self, name) for name, key in self.names.items()}
         decay = getattr(self, "weight_decay", 0.0)
-        keep = Shared(1 - lr * decay if isinstance(decay, Tensor) else 1.0)
+        # The op takes only a number: with a tensor, the same factor is applied first.
+        keep = Shared(1 - lr * decay) if isinstance(decay, Tensor) else None
 
         def call(columns: Any, decays: Any) -> Any:
-            if decays and isinstance(
-                decay, Tensor
-            ):  # the op takes only a number: apply the same factor first
+            if decays and keep is not None:
                 columns = [torch._foreach_mul(columns[0], keep(columns[0][0])), *columns[1:]]
-            weight_decay = decay if decays and not isinstance(decay, Tensor) else 0.0
+            weight_decay = decay if decays and keep is None else 0.0
             return _fused.run(
                 self.packet,
                 columns,

@@ -75,8 +75,7 @@ class stochastic_rounding(Around):
     acts_per_leaf = True
 
     def init(self, params: Params) -> StochasticRoundingState:
-        assert isinstance(self.key, int)
-        key = random.key(self.key, device_of(params))
+        key = random.key(int(self.key), device_of(params))
         return StochasticRoundingState(zero_count(params), key, self.inner.init(tree.map(_wide, params)))
 
     def update(
@@ -96,18 +95,15 @@ class stochastic_rounding(Around):
         flat, treedef = tree.flatten(params)
         wanted = tree.leaves(apply_updates(wide, updates))
         rows = enumerate(zip(flat, wanted, strict=True))
-        new = [_rounded_like(p, value, key, stream) for stream, (p, value) in rows]
+        new = [
+            value if value.dtype == p.dtype else stochastic_round(key, value, p.dtype, stream=stream)
+            for stream, (p, value) in rows
+        ]
         return tree.unflatten(treedef, new), StochasticRoundingState(state.count + 1, state.key, inner_state)
 
 
 def _wide(leaf: Tensor) -> Tensor:
     return leaf.float() if leaf.is_floating_point() and leaf.dtype.itemsize < 4 else leaf
-
-
-def _rounded_like(leaf: Tensor, value: Tensor, key: Tensor, stream: int) -> Tensor:
-    if value.dtype == leaf.dtype:
-        return value
-    return stochastic_round(key, value, leaf.dtype, stream=stream)
 
 
 class AddNoiseState(NamedTuple):
@@ -156,8 +152,7 @@ class add_noise(Checked):
     acts_per_leaf = True
 
     def init(self, params: Params) -> AddNoiseState:
-        assert isinstance(self.key, int)
-        return AddNoiseState(zero_count(params), random.key(self.key, device_of(params)))
+        return AddNoiseState(zero_count(params), random.key(int(self.key), device_of(params)))
 
     def update(
         self, updates: Updates, state: AddNoiseState, params: Params | None = None
@@ -168,8 +163,7 @@ class add_noise(Checked):
 
         def noisy(stream: int, u: Tensor) -> Tensor:
             dtype = torch.promote_types(u.dtype, torch.float32)
-            draws = random.normal(key, u.shape, dtype=dtype, stream=stream)
-            noise = draws * deviation.to(dtype)
+            noise = random.normal(key, u.shape, dtype=dtype, stream=stream) * deviation.to(dtype)
             return (u + placed_like(noise.to(u.device), u)).to(u.dtype)
 
         out = [noisy(stream, u) for stream, u in enumerate(flat)]

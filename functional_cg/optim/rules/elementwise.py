@@ -48,7 +48,6 @@ class sgd(Fused):
       {'w': tensor([0.9000, 2.1000])}
     """
 
-    learning_rate: ScalarOrSchedule
     momentum: Scalar = 0.0
     nesterov: bool = False
 
@@ -124,7 +123,6 @@ class adagrad(Fused):
       {'w': tensor([0.9000, 2.1000])}
     """
 
-    learning_rate: ScalarOrSchedule
     initial_accumulator_value: float = 0.0
     eps: Scalar = 1e-10
 
@@ -208,7 +206,6 @@ class rmsprop(Alias):
       {'w': tensor([-0.2000,  0.2000])}
     """
 
-    learning_rate: ScalarOrSchedule
     decay: Scalar = 0.99
     eps: Scalar = 1e-8
     momentum: Scalar = 0.0
@@ -216,9 +213,8 @@ class rmsprop(Alias):
 
     @property
     def links(self) -> tuple[GradientTransformation, ...]:
-        rms = scale_by_rms(self.decay, self.eps, self.centered)
         moving = (trace(self.momentum),) if _moves(self.momentum) else ()
-        return rms, *moving, scale_by_learning_rate(self.learning_rate)
+        return self._made(scale_by_rms), *moving, scale_by_learning_rate(self.learning_rate)
 
 
 class ScaleByAdadeltaState(NamedTuple):
@@ -361,7 +357,6 @@ class lion(Alias):
       {'w': tensor([-0.1500, -0.0000])}
     """
 
-    learning_rate: ScalarOrSchedule
     b1: Scalar = 0.9
     b2: Scalar = 0.99
     weight_decay: Scalar = field(kw_only=True)

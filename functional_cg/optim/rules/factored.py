@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from functional_cg import tree
-from functional_cg.optim.algebra.arithmetic import averaged, norm, placed_like, where_selected, whole
+from functional_cg.optim.algebra.arithmetic import averaged, norm, placed_like, whole
 from functional_cg.optim.algebra.base import (
     Direction,
     GradientTransformation,
@@ -31,6 +31,7 @@ from functional_cg.optim.algebra.base import (
 )
 from functional_cg.optim.algebra.combine import chain
 from functional_cg.optim.algebra.links import Mask, descend
+from functional_cg.optim.algebra.selection import replace_selected, resolve_flags, select
 
 
 class ScaleByFactoredRmsState(NamedTuple):
@@ -217,8 +218,10 @@ class adafactor(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        pair = isinstance(self.eps, (tuple, list)) and len(self.eps) == 2
-        require(pair, f"adafactor: eps is a pair, got {self.eps!r}")
+        require(
+            isinstance(self.eps, (tuple, list)) and len(self.eps) == 2,
+            f"adafactor: eps is a pair, got {self.eps!r}",
+        )
         object.__setattr__(self, "eps", tuple(self.eps))
         _ = self.links  # each checks its own arguments
 
@@ -244,4 +247,6 @@ class adafactor(Optimizer):
         updates, (state, *_) = chain(*self.links).update(updates, (state, (), ()), params)
         decay = Shared(rate * self.weight_decay)
         moved = descend(updates, bound.clamp(max=rate))
-        return where_selected(self.mask, lambda u, p: u - decay(p) * p, moved, params), state
+        flags = resolve_flags(self.mask, params)
+        decayed = tree.map(lambda u, p: u - decay(p) * p, select(moved, flags), select(params, flags))
+        return replace_selected(moved, flags, decayed), state

@@ -11,6 +11,8 @@ checking (a contiguous gradient of a channels-last parameter would be applied to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -71,12 +73,9 @@ def converting(
 
 def is_dense(tensor: Tensor, order: Sequence[int]) -> bool:
     """Whether the memory has no gaps with the dimensions in ``order``, outermost first."""
-    expected = 1
-    for dim in reversed(order):
-        if tensor.shape[dim] != 1 and tensor.stride(dim) != expected:
-            return False
-        expected *= tensor.shape[dim]
-    return True
+    sizes = [tensor.shape[dim] for dim in reversed(order)]
+    rows = zip(reversed(order), sizes, accumulate(sizes, mul, initial=1), strict=False)
+    return all(size == 1 or tensor.stride(dim) == expected for dim, size, expected in rows)
 
 
 def align(columns: Columns) -> list[list[Tensor]]:
@@ -94,11 +93,6 @@ def align(columns: Columns) -> list[list[Tensor]]:
     return out
 
 
-def overload(packet: Any, lr: Scalar) -> Any:
-    """Pick the overload for this kind of learning rate; torch's own dispatch would read the tensor."""
-    return packet.tensor_lr if isinstance(lr, Tensor) else packet.default
-
-
 def beside(scalar: Any, leaf: Tensor) -> Any:
     """Move a scalar tensor to the device of ``leaf``; return numbers unchanged."""
     return scalar.to(leaf.device) if isinstance(scalar, Tensor) and scalar.device != leaf.device else scalar
@@ -113,11 +107,9 @@ def with_rate(
     by the rate afterwards: all of these optimizers are linear in it.
     """
     params = columns[0]
-    if not isinstance(lr, Tensor):
-        return tuple(map(list, call(columns, lr)))
     rate = beside(lr, params[0])
-    if params[0].dtype is not torch.float64:
-        return tuple(map(list, call(columns, rate.to(torch.float32))))
+    if not isinstance(rate, Tensor) or params[0].dtype is not torch.float64:
+        return tuple(map(list, call(columns, rate.to(torch.float32) if isinstance(rate, Tensor) else rate)))
     whole, *rest = call(columns, 1.0)
     return [p + rate * (w - p) for p, w in zip(params, whole, strict=True)], *map(list, rest)
 
@@ -136,7 +128,9 @@ def run(
         leaf = columns[0][0]
         steps = [] if count is None else [beside(count, leaf).to(torch.float32)] * len(columns[0])
         rest = [steps if name == "state_steps" else [] for name in names[len(columns) :]]
-        out = overload(packet, lr)(*columns, *rest, lr=lr, maximize=False, **numbers)
+        # torch's own dispatch would read the tensor
+        chosen = packet.tensor_lr if isinstance(lr, Tensor) else packet.default
+        out = chosen(*columns, *rest, lr=lr, maximize=False, **numbers)
         return out[0], *out[2 : len(columns)]
 
     def call(columns: Columns, lr: Scalar) -> Any:

@@ -18,7 +18,6 @@ from functional_cg.optim.algebra.base import (
     GradientTransformation,
     Params,
     Scalar,
-    ScalarOrSchedule,
     Updates,
     full_like_tree,
     zero_count,
@@ -98,7 +97,6 @@ class lars(Alias):
       {'w': tensor([-0.0000, -2.5000])}
     """
 
-    learning_rate: ScalarOrSchedule
     momentum: Scalar = 0.9
     nesterov: bool = False
     trust_coefficient: Scalar = 1e-3
@@ -108,8 +106,8 @@ class lars(Alias):
 
     @property
     def links(self) -> tuple[GradientTransformation, ...]:
-        moving = trace(self.momentum, self.nesterov)
-        return self._made(scale_by_lars), moving, scale_by_learning_rate(self.learning_rate)
+        scaled, moving = self._made(scale_by_lars), trace(self.momentum, self.nesterov)
+        return scaled, moving, scale_by_learning_rate(self.learning_rate)
 
 
 class ScaleByNovogradState(NamedTuple):
@@ -151,12 +149,9 @@ class scale_by_novograd(Direction):
 
     def init(self, params: Params) -> ScaleByNovogradState:
         full_like_tree(params)  # raises for leaves that are not floating
-
-        def start(leaf: Tensor) -> Tensor:
-            dtype = torch.promote_types(leaf.dtype, torch.float32)
-            return torch.zeros((), dtype=dtype, device=leaf.device)
-
-        return ScaleByNovogradState(zero_count(params), tree.map(start, params))
+        dtypes = tree.map(lambda leaf: torch.promote_types(leaf.dtype, torch.float32), params)
+        nu = tree.map(lambda leaf, dtype: torch.zeros((), dtype=dtype, device=leaf.device), params, dtypes)
+        return ScaleByNovogradState(zero_count(params), nu)
 
     def begin(self, state: ScaleByNovogradState) -> tuple[Any, dict[str, Any]]:
         return state._replace(count=state.count + 1), {"first": state.count == 0}
@@ -196,7 +191,6 @@ class novograd(Alias):
       {'w': tensor([-0.0600, -0.0800])}
     """
 
-    learning_rate: ScalarOrSchedule
     b1: Scalar = 0.95
     b2: Scalar = 0.98
     eps: Scalar = 1e-8

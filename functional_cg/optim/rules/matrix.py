@@ -166,7 +166,6 @@ class muon(Alias):
       tensor([-0.1000, -0.1000])
     """
 
-    learning_rate: ScalarOrSchedule
     momentum: Scalar = 0.95
     nesterov: bool = True
     match_rms: bool = False
@@ -178,9 +177,8 @@ class muon(Alias):
 
     @property
     def links(self) -> tuple[GradientTransformation, ...]:
-        rate = self.learning_rate
-        decayed = (add_decayed_weights(self.weight_decay), scale_by_learning_rate(rate))
-        rest = rate if self.adamw_learning_rate is None else self.adamw_learning_rate
+        decayed = (add_decayed_weights(self.weight_decay), scale_by_learning_rate(self.learning_rate))
+        rest = self.learning_rate if self.adamw_learning_rate is None else self.adamw_learning_rate
         parted = {
             "muon": chain(self._made(scale_by_muon), *decayed),
             "adamw": adamw(rest, weight_decay=self.weight_decay),
