@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import re
+import typing
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -186,6 +188,12 @@ def test_repr_shows_every_number() -> None:
         "chain(clip_by_global_norm(max_norm=1.0), "
         "adamw(learning_rate=0.1, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.5, mask=None))"
     )
+
+
+@pytest.mark.parametrize("name", [name for name in dir(optim) if inspect.isclass(getattr(optim, name))])
+def test_hints_of_arguments_are_those_of_any_class(name: str) -> None:
+    """What makes a command line or a configuration of a signature asks for them, whichever module declares them."""
+    assert "return" in typing.get_type_hints(getattr(optim, name).__init__) or name[0].isupper()
 
 
 def test_frozen() -> None:

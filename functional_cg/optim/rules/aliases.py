@@ -9,8 +9,7 @@ A learning rate is a Python number (a constant of the capture), a schedule, or f
 use has a zero gradient, not None as in ``torch.optim``: moments and weight decay still move it.
 """
 
-from __future__ import annotations
-
+# Annotations are values here, not strings: dataclasses of other modules inherit the fields.
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar

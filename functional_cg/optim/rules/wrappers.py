@@ -1,7 +1,6 @@
 """Wrappers: ``lookahead`` and ``schedule_free`` around an optimizer, ``sam`` around a gradient."""
 
-from __future__ import annotations
-
+# Annotations are values here, not strings: dataclasses of other modules inherit the fields.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
