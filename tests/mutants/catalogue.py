@@ -785,7 +785,7 @@ MUTANTS = (
     Mutant(
         "N64",
         "a rate of double parameters is rounded to float32",
-        (("    if params[0].dtype is not torch.float64:\n", "    if params:\n"),),
+        (("Tensor) or params[0].dtype is not torch.float64:\n", "Tensor) or params:\n"),),
         (f"{BETWEEN}test_rates_of_double_parameters_are_double[schedule-adam]",),
         no_gpu="there it is what the op does by itself",
     ),
