@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_cg as fcg
+from functional_cg import optim
 from functional_cg.stages.fx_passes.canonical import (
     CAST,
     VIEWS,
@@ -19,7 +20,8 @@ from functional_cg.stages.fx_passes.canonical import (
     softmax_by_rows,
 )
 from functional_cg.stages.fx_passes.cross_entropy import suit
-from tests.compiled_graphs import assert_same_results, graph_of
+from functional_cg.testing import assert_replay_equals_eager
+from tests.compiled_graphs import assert_same_results, compiled_once, graph_of
 
 aten = torch.ops.aten
 
@@ -126,6 +128,24 @@ def test_views_carry_the_narrower_dtype(change: Any) -> None:
         assert (
             view.args[0].target is not aten._to_copy.default or view.meta["spec"].dtype is not torch.float32
         )
+
+
+@compiled_once
+def test_a_window_into_a_flat_state_is_left_alone(compiled_on: str) -> None:
+    """Of its leaves, which are parts of one vector, nothing is told in the graph."""
+
+    def train_step(state: Any, x: Tensor) -> Any:
+        def loss_fn(params: Any) -> Tensor:
+            return (x @ params["w"].view(7, 5).bfloat16().float().t()).square().mean() + params["b"].sum()
+
+        loss, grads = fcg.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    optimizer = optim.flatten(optim.sgd(0.125, momentum=0.5))
+    params = {"w": torch.randn(5, 7, device=compiled_on), "b": torch.zeros(3, device=compiled_on)}
+    state = fcg.TrainState.create(params=params, optimizer=optimizer)
+    step = fcg.graph_step(train_step, lowering="inductor")
+    assert_replay_equals_eager(step, state, [*torch.randn(3, 4, 5, device=compiled_on)])
 
 
 def test_a_number_that_is_cast_is_left_alone() -> None:

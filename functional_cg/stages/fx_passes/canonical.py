@@ -191,6 +191,8 @@ def narrow_views(graph: fx.Graph) -> None:
             _exchange(graph, _source(node), node)
     for node in reversed(list(graph.nodes)):
         while _narrows(node) and _source(node).target in VIEWS and len(_source(node).users) == 1:
+            if "spec" not in _source(_source(node)).meta:  # a window into written memory
+                break
             node = _exchange(graph, _source(node), node)
 
 
@@ -222,7 +224,9 @@ def _casts(node: fx.Node) -> bool:
     """Whether it is a call that changes the dtype of a float tensor and nothing else."""
     if node.target is not CAST or not isinstance(node.args[0], fx.Node):  # a number may stand for a tensor
         return False
-    if "spec" not in _source(node).meta:
+    if not all(
+        "spec" in one.meta for one in (node, _source(node))
+    ):  # what stands for a part of a call has none
         return False
     if is_written(node) or is_written(_source(node)):
         return False
