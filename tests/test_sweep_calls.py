@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -48,6 +48,8 @@ ARITHMETIC = {
 }  # fmt: skip
 
 
+@example(name="floor_divide", dtype=torch.bfloat16, of_number=torch.float32, second=False)
+@example(name="mul", dtype=torch.bfloat16, of_number=torch.float32, second=False)
 @given(
     st.sampled_from(sorted(COMPARISONS | ARITHMETIC)),
     st.sampled_from(DTYPES),

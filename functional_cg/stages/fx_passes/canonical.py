@@ -191,7 +191,7 @@ def narrow_views(graph: fx.Graph) -> None:
             _exchange(graph, _source(node), node)
     for node in reversed(list(graph.nodes)):
         while _narrows(node) and _source(node).target in VIEWS and len(_source(node).users) == 1:
-            if "spec" not in _source(_source(node)).meta:  # a window into written memory
+            if not _are_told(_source(_source(node))):
                 break
             node = _exchange(graph, _source(node), node)
 
@@ -224,9 +224,7 @@ def _casts(node: fx.Node) -> bool:
     """Whether it is a call that changes the dtype of a float tensor and nothing else."""
     if node.target is not CAST or not isinstance(node.args[0], fx.Node):  # a number may stand for a tensor
         return False
-    if not all(
-        "spec" in one.meta for one in (node, _source(node))
-    ):  # what stands for a part of a call has none
+    if not _are_told(node, _source(node)):
         return False
     if is_written(node) or is_written(_source(node)):
         return False
@@ -237,6 +235,11 @@ def _casts(node: fx.Node) -> bool:
         and new.dtype.is_floating_point
         and not node.kwargs.keys() - {"dtype", "layout", "device"}
     )
+
+
+def _are_told(*nodes: fx.Node) -> bool:
+    """Whether a graph has the specs of values: parts of a call, and windows into a flat state, have none."""
+    return all("spec" in node.meta for node in nodes)
 
 
 def _is_only_viewed(node: fx.Node) -> bool:
@@ -258,7 +261,7 @@ def _calls(graph: fx.Graph, target: Any) -> list[Any]:
     return [
         node
         for node in graph.find_nodes(op="call_function", target=target)
-        if all("spec" in one.meta and not is_written(one) for one in (node, *node.all_input_nodes))
+        if _are_told(node, *node.all_input_nodes) and not any(map(is_written, (node, *node.all_input_nodes)))
     ]
 
 

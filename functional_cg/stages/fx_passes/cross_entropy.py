@@ -125,8 +125,8 @@ def suit(graph: fx.Graph) -> None:
 def rewrite_losses(graph: fx.Graph) -> None:
     """Narrow a graph's views, and rewrite the losses whose logits are a large product that nothing else reads.
 
-    Views of wide values keep calls by element of one shape from others of the same, which then share no kernel: a norm
-    that is computed again for the gradient of a weight, and the norm's own gradient.
+    Behind a view of a wide value, calls have another shape than those on the value itself, and share no kernel with
+    them: a norm that is computed again for the gradient of a weight, and the norm's own gradient.
 
     Args:
       graph: The graph; its nodes have their ``spec`` in ``meta``.

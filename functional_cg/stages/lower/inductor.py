@@ -71,7 +71,7 @@ _ON_HOST: Mapping[str, Any] = MappingProxyType(
 # cannot overwrite what both read. It counts conversions, too, and each call in half precision makes up to six.
 _IN_HALVES: Mapping[str, Any] = MappingProxyType({"realize_opcount_threshold": 64})
 
-# Where a number on a CPU meets a GPU, the folding of uniform values computes a product of one element on each.
+# Where a number on a CPU meets a GPU, inductor's folding of uniform values fails: it multiplies one element of each.
 _ON_BOTH: Mapping[str, Any] = MappingProxyType({"joint_graph_constant_folding": False})
 
 

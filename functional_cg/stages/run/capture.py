@@ -316,6 +316,7 @@ def _take(segments: Sequence[int], device: torch.device, *, multiplies: bool) ->
         if multiplies:
             torch.cuda.current_blas_handle()  # takes its workspace, which else would lie in the way until the end
         with contextlib.suppress(torch.OutOfMemoryError):
+            # All of them, then none: the allocator would cut the next one out of what is free.
             _ = [torch.empty(size, dtype=torch.uint8, device=device) for size in segments]
 
 

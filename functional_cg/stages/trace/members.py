@@ -236,7 +236,7 @@ class _Members:
         else:
             for part in _parts(call):
                 found = self._as_rows(part, own)
-                if found is None and part.op not in _ONE_BY_ONE and not _is_unrounded(part, own):
+                if found is None and part.op not in _ONE_BY_ONE and not _reads_unrounded(part, own):
                     found = self._batched(part, own)
                 self._values.update(self._one_by_one(part, own) if found is None else found)
 
@@ -389,10 +389,10 @@ def _computed_in(call: Instr) -> torch.dtype | None:
     return makes if _category(makes) > _category(found) else found
 
 
-def _is_unrounded(call: Instr, own: Collection[Var]) -> bool:
-    """Whether a call computes in half precision with a member's own number, of which a kernel on a CPU rounds nothing.
+def _reads_unrounded(call: Instr, own: Collection[Var]) -> bool:
+    """Whether a call in half precision reads a member's number of another dtype, which kernels on a CPU do not round.
 
-    A batching rule would round it first. Kernels of a GPU do so, too.
+    A batching rule rounds it first.
     """
     dtype = _computed_in(call)
     numbers = [var for var in _numbers(call) if var in own and var.spec.device.type == "cpu"]
