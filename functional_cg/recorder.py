@@ -8,6 +8,7 @@ or when a call gets a state that no call has returned, such as an edited one.
 from __future__ import annotations
 
 import bisect
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -108,11 +109,14 @@ class _Span:
       start: Number of the first call.
       state: The leaves before it, on the host.
       inputs: What each call got after the state: copies, or None where they are made again.
+      shelves: The memory of these copies: one tensor for each of a call, with a row for each call. To pin memory call
+        by call takes longer than a short step.
     """
 
     start: int
     state: list[Tensor]
     inputs: list[_Given | None] = field(default_factory=list)
+    shelves: list[Tensor] = field(default_factory=list)
 
     @property
     def stop(self) -> int:
@@ -146,7 +150,7 @@ class Recorder(Generic[P, R], metaclass=Documented):
         self._every, self._again, self._verify = every, inputs, verify
         self._spans: deque[_Span] = deque(maxlen=keep)
         self._start = start
-        self._spare: list[Tensor] = []  # host memory of a state that was dropped
+        self._spare = _Span(0, [])  # one that was dropped: its memory is for the next
         # The state that a call or a rewind has returned last: its lease, its generation, the number of the next call.
         self._last: tuple[Callable[[], Any], int, int] = (lambda: None, 0, start)
 
@@ -160,16 +164,7 @@ class Recorder(Generic[P, R], metaclass=Documented):
 
     @property
     def nbytes(self) -> int:
-        inputs = [given for span in self._spans for given in span.inputs if given is not None]
-        arguments = [
-            one for args, named in inputs for one in (*args, *named.values()) if not isinstance(one, Handle)
-        ]
-        leaves = [
-            *pytree.leaves(arguments),
-            *self._spare,
-            *(leaf for span in self._spans for leaf in span.state),
-        ]
-        return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+        return sum(one.nbytes for span in (*self._spans, self._spare) for one in (*span.state, *span.shelves))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Make a call of the step, and record it. If it raises, nothing is recorded."""
@@ -177,16 +172,19 @@ class Recorder(Generic[P, R], metaclass=Documented):
         number = self._number_of(state)
         span = self._span_of(number)
         if span is None:
-            span = _Span(self.calls if number is None else number, self._copied(state))
+            span = _Span(
+                self.calls if number is None else number, self._copied(state), shelves=self._spare.shelves
+            )
+            self._spare.shelves = []
         number = span.stop if number is None else number
         result: Any = self.step(state, *given, **named)
         self._drop_from(number)
         if not self._spans or self._spans[-1] is not span:
             if len(self._spans) == self._spans.maxlen:
-                self._spare = self._spans[0].state
+                self._spare = self._spans[0]
             self._spans.append(span)
         # The step has not written them, and the caller has not got back to them.
-        span.inputs.append(_kept(given, named) if self._again is None else None)
+        span.inputs.append(self._kept(span, given, named) if self._again is None else None)
         if self._verify and span.start == number:
             result = self._verified(span, result)
         self._note(result[0], number + 1)
@@ -212,14 +210,9 @@ class Recorder(Generic[P, R], metaclass=Documented):
         Raises:
           IndexError: If the recording has no such call.
         """
-        number = self._checked(number, self.calls - 1)
+        args, named = self._inputs(self._checked(number, self.calls - 1))
         _wait()
-        span = next(span for span in reversed(self._spans) if span.start <= number)
-        given = span.inputs[number - span.start]
-        if given is not None:
-            return given
-        assert self._again is not None
-        return tuple(self._again(number)), {}
+        return tuple(map(_own, args)), {name: _own(one) for name, one in named.items()}
 
     def replay(
         self,
@@ -369,9 +362,42 @@ class Recorder(Generic[P, R], metaclass=Documented):
             state, _ = self._made(self.step, state, one)
         return state
 
+    def _inputs(self, number: int) -> _Given:
+        span = next(span for span in reversed(self._spans) if span.start <= number)
+        given = span.inputs[number - span.start]
+        if given is not None:
+            return given
+        assert self._again is not None
+        return tuple(self._again(number)), {}
+
+    def _kept(self, span: _Span, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Given:
+        """Copy the inputs of a span's next call to the host; another state stays, and must not be donated."""
+        row, shelves, places = len(span.inputs), span.shelves, itertools.count()
+
+        def kept(leaf: Any) -> Any:
+            tensor = as_input(leaf) if isinstance(leaf, Tensor) or getattr(leaf, "shape", None) else None
+            if tensor is None:
+                return leaf
+            place = next(places)
+            if place < len(shelves) and _alike(shelves[place][0], tensor):
+                memory = shelves[place][row]
+            elif row and place < len(shelves):
+                memory = _host_memory(tensor)  # of another layout than in this span's first call
+            else:
+                shelves[place:] = [_host_memory(tensor, rows=self._every)]
+                memory = shelves[place][row]
+            return memory.copy_(tensor, non_blocking=True)
+
+        def kept_all(argument: Any) -> Any:
+            return argument if isinstance(argument, Handle) else pytree.map(kept, argument)
+
+        with ordinary():
+            without_gradients()
+            return tuple(map(kept_all, args)), {name: kept_all(one) for name, one in kwargs.items()}
+
     def _made(self, step: Callable[..., Any], state: Any, number: int) -> tuple[Any, Any]:
         """Make a call of the recording again."""
-        args, kwargs = self.inputs(number)
+        args, kwargs = self._inputs(number)
         state, metrics = step(state, *args, **kwargs)
         self._note(state, number + 1)
         return state, metrics
@@ -379,7 +405,7 @@ class Recorder(Generic[P, R], metaclass=Documented):
     def _copied(self, state: Any) -> list[Tensor]:
         """Copy the leaves of a state, or this rank's pieces of them, to the host."""
         leaves = [as_tensor(held(leaf)) for leaf in pytree.leaves(state)]
-        spare, self._spare = self._spare, []
+        spare, self._spare.state = self._spare.state, []
         fits = len(spare) == len(leaves) and all(map(_alike, spare, leaves))
         copies = spare if fits else list(map(_host_memory, leaves))
 
@@ -434,7 +460,7 @@ class Recorder(Generic[P, R], metaclass=Documented):
             for name, one, other in pairs
             if (count := _differing(one, other))
         ]
-        self._spare = expected
+        self._spare.state = expected
         if on_any(mesh, self.step._name, bool(rows)):
             raise CaptureError.of(
                 self.step._name,
@@ -448,24 +474,19 @@ class Recorder(Generic[P, R], metaclass=Documented):
         return state, again
 
 
-def _kept(args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Given:
-    """Copy inputs to the host. Another state stays as it is: it raises if it is donated by then."""
-
-    def kept(argument: Any) -> Any:
-        return argument if isinstance(argument, Handle) else pytree.map(_kept_leaf, argument)
-
-    with ordinary():
-        without_gradients()
-        return tuple(map(kept, args)), {name: kept(one) for name, one in kwargs.items()}
+def _own(argument: Any) -> Any:
+    if isinstance(argument, Handle):
+        return argument
+    return pytree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, argument)
 
 
-def _kept_leaf(leaf: Any) -> Any:
-    tensor = as_input(leaf) if isinstance(leaf, Tensor) or getattr(leaf, "shape", None) else None
-    return leaf if tensor is None else _host_memory(tensor).copy_(tensor, non_blocking=True)
-
-
-def _host_memory(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+def _host_memory(tensor: Tensor, rows: int | None = None) -> Tensor:
+    """Return host memory for a tensor, pinned if it is on a GPU; for so many of them, one after another, if asked."""
+    one = torch.empty_like(tensor, device="meta")
+    shape, stride = (
+        (one.shape, one.stride()) if rows is None else ((rows, *one.shape), (one.numel(), *one.stride()))
+    )
+    return torch.empty_strided(shape, stride, dtype=one.dtype, device="cpu", pin_memory=tensor.is_cuda)
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
