@@ -327,8 +327,13 @@ def test_the_gradient_of_a_large_loss_lies_in_the_memory_of_the_logits() -> None
     assert len(losses) == 1
 
 
-def plan_of_layers(monkeypatch: pytest.MonkeyPatch, *, half: bool) -> Any:
-    """The plan on a GPU of six layers whose output has the weight of their input, with AdamW, in parts."""
+ADAMW = fcg.optim.adamw(0.01, weight_decay=0.1)
+
+
+def plan_of_layers(
+    monkeypatch: pytest.MonkeyPatch, *, half: bool, optimizer: Any = ADAMW, members: int = 0
+) -> Any:
+    """The plan on a GPU of six layers whose output has the weight of their input, in parts."""
     monkeypatch.setattr(parts, "_WORTH", 2)
     monkeypatch.setattr(repeats, "_LOSS", 2)
 
@@ -346,7 +351,9 @@ def plan_of_layers(monkeypatch: pytest.MonkeyPatch, *, half: bool) -> Any:
 
     layers = [(torch.zeros(64, 64), torch.zeros(64), torch.zeros(64, 64)) for _ in range(6)]
     params = {"tied": torch.zeros(64, 64), "layers": layers}
-    state = fcg.TrainState.create(params=params, optimizer=fcg.optim.adamw(0.01, weight_decay=0.1))
+    state = fcg.TrainState.create(params=params, optimizer=optimizer)
+    if members:
+        state, train_step = fcg.tree.stack([state] * members), fcg.sweep(train_step)
     low = fcg.graph_step(train_step, lowering="aten").lower(state, torch.ones(4, 64))
     options = Options(branches=1, compile_once=True)
     plan = lower(low.program, torch.device("cuda"), options, low.reference)
@@ -372,3 +379,12 @@ def test_a_part_casts_to_a_wider_dtype_itself(monkeypatch: pytest.MonkeyPatch) -
     read = {var for head in plan.heads for var in head.takes}
     assert widened
     assert not widened & read
+
+
+def test_a_number_that_is_cast_is_no_value_to_make_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = fcg.optim.inject_hyperparams(fcg.optim.adamw)(
+        learning_rate=0.01, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.1
+    )
+    plan = plan_of_layers(monkeypatch, half=False, optimizer=rates, members=2)
+    casts = [one for one in plan.schedule.head if one.op is torch.ops.aten._to_copy.default]
+    assert any(not one.inputs() for one in casts)

@@ -189,10 +189,8 @@ def _leading_to(
 
 def _widens(instr: Instr, written: Collection[int]) -> bool:
     """Whether a call casts a value that does not change to a wider dtype."""
-    if instr.op is not _CAST:
-        return False
-    (source,) = instr.inputs()
-    return source.storage not in written and instr.out.spec.nbytes > source.spec.nbytes
+    sources = instr.inputs() if instr.op is _CAST else ()  # of a number, none
+    return any(one.storage not in written and instr.out.spec.nbytes > one.spec.nbytes for one in sources)
 
 
 def _pieces(calls: Sequence[Instr]) -> set[Var]:
