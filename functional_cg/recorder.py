@@ -8,10 +8,12 @@ or when a call gets a state that no call has returned, such as an edited one.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -151,6 +153,7 @@ class Recorder(Generic[P, R], metaclass=Documented):
         self._spans: deque[_Span] = deque(maxlen=keep)
         self._start = start
         self._spare = _Span(0, [])  # one that was dropped: its memory is for the next
+        self._stream: torch.cuda.Stream | None = None  # for copies of inputs
         # The state that a call or a rewind has returned last: its lease, its generation, the number of the next call.
         self._last: tuple[Callable[[], Any], int, int] = (lambda: None, 0, start)
 
@@ -177,14 +180,18 @@ class Recorder(Generic[P, R], metaclass=Documented):
             )
             self._spare.shelves = []
         number = span.stop if number is None else number
+        beside = None if self._again is not None else self._beside()
         result: Any = self.step(state, *given, **named)
         self._drop_from(number)
         if not self._spans or self._spans[-1] is not span:
             if len(self._spans) == self._spans.maxlen:
                 self._spare = self._spans[0]
             self._spans.append(span)
-        # The step has not written them, and the caller has not got back to them.
-        span.inputs.append(self._kept(span, given, named) if self._again is None else None)
+        if beside is None:
+            span.inputs.append(None)
+        else:
+            with beside:  # the step has not written them, and the caller has not got back to them
+                span.inputs.append(self._kept(span, given, named))
         if self._verify and span.start == number:
             result = self._verified(span, result)
         self._note(result[0], number + 1)
@@ -322,6 +329,16 @@ class Recorder(Generic[P, R], metaclass=Documented):
         lease, generation, number = self._last
         known = isinstance(state, Handle) and state._lease is lease() and state._generation == generation
         return number if known else None
+
+    def _beside(self) -> AbstractContextManager[None]:
+        """Return a block whose copies run beside a step that is launched before it, and before all that comes later."""
+        if not torch.cuda.is_initialized():
+            return contextlib.nullcontext()
+        current = torch.cuda.current_stream()
+        if self._stream is None or self._stream.device != current.device:
+            self._stream = torch.cuda.Stream(current.device)
+        self._stream.wait_stream(current)
+        return _then(current, self._stream)
 
     def _note(self, state: Handle, number: int) -> None:
         self._last = weakref.ref(state._lease), state._generation, number
@@ -472,6 +489,14 @@ class Recorder(Generic[P, R], metaclass=Documented):
                 "now and then, run the job without this device.",
             )
         return state, again
+
+
+@contextlib.contextmanager
+def _then(current: torch.cuda.Stream, other: torch.cuda.Stream) -> Iterator[None]:
+    """Queue the work of a block on another stream; what comes later on the current one waits for it."""
+    with torch.cuda.stream(other):
+        yield
+    current.wait_stream(other)
 
 
 def _own(argument: Any) -> Any:
