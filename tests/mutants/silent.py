@@ -538,10 +538,10 @@ SILENT = (
         "a later comparison reads a copy of the distances of the first one",
         (
             (
-                "        self.measure()\n        found",
+                "        self.measure()\n        table",
                 (
                     "        self.measure()\n"
-                    "        self._measured = [(n, one.clone()) for n, one in self._measured]\n        found"
+                    "        self._measured = [(n, one.clone()) for n, one in self._measured]\n        table"
                 ),
             ),
         ),

@@ -107,7 +107,8 @@ class Judge:
 
     def __init__(self, reference: Reference, together: Callable[[bool], bool]) -> None:
         self._reference, self._together = reference, together
-        self._part, self._least = rounded([out.var.spec for out in reference.outputs])
+        explained = [rounded(out.var.spec) for out in reference.outputs]
+        self._part, self._least = torch.tensor(explained, dtype=torch.float64).view(-1, 3).split([1, 2], 1)
         self._known = torch.zeros(())  # what rounding has explained of each output, as a part of its size
         self.share, self.runs = 0.0, 0
 
