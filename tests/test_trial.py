@@ -29,8 +29,8 @@ from functional_cg.stages.plan import Buffers
 from functional_cg.stages.program import Var
 from functional_cg.stages.run.capture import CPUBackend
 from functional_cg.stages.trial.distances import Distances
-from functional_cg.stages.trial.host_memory import HostMemory
 from functional_cg.stages.trial.judge import Judge
+from functional_cg.stages.trial.offload import moved
 from functional_cg.stages.trial.reference import Output
 from functional_cg.stages.trial.space import Space
 from functional_cg.stages.trial.trial import Certificate
@@ -1090,8 +1090,12 @@ def test_a_net_in_half_of_the_memory() -> None:
 def test_values_wait_on_the_host_where_the_device_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks: list[int] = []
     waited: list[Any] = []
-    take = HostMemory.take
-    monkeypatch.setattr(HostMemory, "take", lambda *given: waited.append(given) or take(*given))
+
+    def watched(values: Any, *, to_host: bool) -> Any:
+        waited.append(values)
+        return moved(values, to_host=to_host)
+
+    monkeypatch.setattr("functional_cg.stages.trial.reference.moved", watched)
     for room in (2**40, 2**27):
         monkeypatch.setattr("functional_cg.stages.trial.space.free_room", lambda buffers, room=room: room)
         train_step, state = batch_norms(16, "cuda")
@@ -1113,11 +1117,10 @@ def test_views_of_one_storage_come_back_as_such(device: str) -> None:
     views = [whole[2:].view(2, 11), whole.view(4, 6).t(), whole[5]]
     variables = [Var(n, BufferSpec.of(one), 7, one.storage_offset(), False) for n, one in enumerate(views)]
     expected = [view.clone() for view in views]
-    host = HostMemory()
     for _ in range(2):
-        host.put([*zip(variables, views, strict=True)])
+        host = moved(dict(zip(variables, views, strict=True)), to_host=True)
         whole.zero_()  # it waits for the copy
-        back = dict(host.take(7))
+        back = moved(host, to_host=False)
         assert [*back] == variables
         for view, value, var in zip(views, expected, variables, strict=True):
             assert_trees_all_equal(back[var], value)
@@ -1166,15 +1169,15 @@ class _Memory(TorchDispatchMode):
 def _most(reference: Any, buffers: Buffers) -> int:
     """The most bytes that a run takes at a time besides its buffers: counted, not planned."""
     memory = _Memory([*buffers.slots, *buffers.inputs, *buffers.constants])
-    put = HostMemory.put
 
-    def on_the_host(self: HostMemory, values: Any) -> None:
+    def on_the_host(values: Any, *, to_host: bool) -> Any:
+        if not to_host:
+            return moved(values, to_host=False)
         with _disable_current_modes():
-            put(self, values)
-        memory.static += [
-            StorageWeakRef(b.untyped_storage()) for blocks, *_ in self._kept.values() for b in blocks
-        ]
+            found = moved(values, to_host=True)
+        memory.static += [StorageWeakRef(one.untyped_storage()) for one in found.values()]
+        return found
 
-    with mock.patch.object(HostMemory, "put", on_the_host), memory:
+    with mock.patch("functional_cg.stages.trial.reference.moved", on_the_host), memory:
         reference.run(buffers, lambda number, value: None)
     return memory.most

@@ -373,8 +373,8 @@ SILENT = (
         "values that share memory come back from the host apart, and a write to one no longer shows in the others",
         (
             (
-                ".set_(memory[place], offset, shape, stride)",
-                ".set_(memory[place], offset, shape, stride).clone()",
+                "blocks[storage_key(one)], one.storage_offset()",
+                "blocks[storage_key(one)].clone(), one.storage_offset()",
             ),
         ),
         ("tests/test_trial.py::test_views_of_one_storage_come_back_as_such[cpu]",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +18,7 @@ from ..passes.fused import at_places, group_size
 from ..plan import Buffers
 from ..program import Instr, Program, Var, live, written_storages
 from ..sub_programs import calls_of
-from .host_memory import HostMemory
+from .offload import moved, offloads
 from .ulps import Bounds, Shaker, bounds_of, copies_arguments, within
 from .unchecked import Unchecked, moved_checks
 
@@ -66,7 +65,7 @@ class Reference:
         self.outputs = [*outputs] or [Output(name, var) for name, var in program.named_results()]
         self.outputs += [Output(name, new, i) for i, (name, old, new) in enumerate(leaves) if old is not new]
         # The storages that leave for the host before a call, by its place.
-        self._aside: Mapping[int, Sequence[int]] = {}
+        self._leaving: Mapping[int, Sequence[int]] = {}
 
     @cached_property  # like those below: a step that is not compiled needs few of them
     def unchecked(self) -> Unchecked:
@@ -78,9 +77,8 @@ class Reference:
         """The calls that outputs need, with a call that shows each output after the last write to it."""
         instrs, _ = live(calls_of(self.program.instrs), [out.var for out in self.outputs])
         instrs = [one for instr in instrs for one in _leaf_by_leaf(instr)]
-        last: dict[int, int] = {}
-        for number, instr in enumerate(instrs):
-            last |= dict.fromkeys((var.storage for var in (*instr.outputs(), *instr.writes)), number)
+        writes = enumerate((*instr.outputs(), *instr.writes) for instr in instrs)
+        last = {var.storage: number for number, written in writes for var in written}
         shown: dict[int, list[Instr]] = {}
         for var in dict.fromkeys(out.var for out in self.outputs):
             call = Instr(_SHOWN, (var,), {}, None, (), None)
@@ -179,15 +177,15 @@ class Reference:
         numbers: dict[Var, list[int]] = {}
         for number, out in enumerate(self.outputs):
             numbers.setdefault(out.var, []).append(number)
-        values, host = self._bound(buffers), HostMemory()
+        values, away = self._bound(buffers), dict[int, dict[Var, Tensor]]()
         static = frozenset(values)
         with quiet():
             for place, instr in enumerate(self._instrs):
-                for storage in self._aside.get(place, ()):
-                    host.put([(var, values.pop(var)) for var in list(values) if var.storage == storage])
-                if self._aside:
-                    for var in instr.inputs():
-                        values.update(host.take(var.storage))
+                for storage in self._leaving.get(place, ()):
+                    leaving = [var for var in values if var.storage == storage]
+                    away[storage] = moved({var: values.pop(var) for var in leaving}, to_host=True)
+                for storage in away.keys() & _touched(instr):
+                    values |= moved(away.pop(storage), to_host=False)
                 if instr.op is _SHOWN:
                     (var,) = instr.inputs()
                     for number in numbers[var]:
@@ -220,40 +218,15 @@ class Reference:
         """
         peak, beside = self._memory
         if peak + beside <= room:
-            self._aside = {}
+            self._leaving = {}
             return 0
-        takes = (sum(self._sizes.get(one, 0) for one in _touched(instr)) for instr in self._instrs)
+        needed = [_touched(instr) & self._sizes.keys() for instr in self._instrs]
+        takes = (sum(map(self._sizes.__getitem__, storages)) for storages in needed)
         lacking = max(takes, default=0) + beside - room
         if lacking > 0:
             return lacking
-        self._aside, waiting = self._set_aside(room - beside)
+        self._leaving, waiting = offloads(needed, self._sizes, room - beside)
         return max(waiting - host, 0)
-
-    def _set_aside(self, room: int) -> tuple[dict[int, list[int]], int]:
-        """Return which storages leave the device before which calls, and the bytes that wait at a time.
-
-        Source: Belady 1966, "A study of replacement algorithms for a virtual-storage computer".
-        """
-        uses: dict[int, list[int]] = {}
-        for place, instr in enumerate(self._instrs):
-            for storage in _touched(instr):
-                if storage in self._sizes:
-                    uses.setdefault(storage, []).append(place)
-        here, waiting, most = set[int](), set[int](), 0
-        aside: dict[int, list[int]] = {}
-        for place, instr in enumerate(self._instrs):
-            needed = _touched(instr) & uses.keys()
-            waiting -= needed
-            here |= needed
-            while sum(self._sizes[one] for one in here) > room:
-                next_use = {one: uses[one][bisect_right(uses[one], place)] for one in here - needed}
-                latest = max(next_use, key=next_use.__getitem__)
-                aside.setdefault(place, []).append(latest)
-                here.remove(latest)
-                waiting.add(latest)
-            here -= {one for one in here if uses[one][-1] <= place}
-            most = max(most, sum(self._sizes[one] for one in waiting))
-        return aside, most
 
     def raises_at(self, buffers: Buffers) -> Location | None:
         """Return the user's line whose call raises on these buffers; None if no call raises."""
