@@ -28,7 +28,7 @@ from functional_cg.stages.evaluate import evaluate
 from functional_cg.stages.plan import Buffers
 from functional_cg.stages.program import Var
 from functional_cg.stages.run.capture import CPUBackend
-from functional_cg.stages.trial.distances import Distances
+from functional_cg.stages.trial.distances import Distances, between
 from functional_cg.stages.trial.judge import Judge
 from functional_cg.stages.trial.offload import moved
 from functional_cg.stages.trial.reference import Output
@@ -739,18 +739,14 @@ def raise_(error: Exception) -> None:
 
 
 class Rerun:
-    """A reference whose result moves in each perturbed run, and is what it was given else."""
+    """A reference whose result becomes another one in each perturbed run."""
 
-    def __init__(self, value: Tensor, moved: Tensor) -> None:
+    def __init__(self, value: Tensor, rerun: Tensor) -> None:
         self.outputs = [Output("metrics", Var(0, BufferSpec.of(value), 0, 0, fills=True))]
-        self.value, self.moved = value, moved
+        self.value, self.rerun = value, rerun
 
-    at_once = 0
-
-    kept = 0
-
-    def run(self, buffers: Any, see: Any, shaker: Any = None, watch: Any = None) -> None:
-        see(0, self.value if shaker is None else self.moved)
+    def moved(self, buffers: Any, expected: Any, shaker: Any) -> Distances:
+        return between([self.rerun], expected)
 
     def site_of(self, var: Var) -> None:
         return None
@@ -767,9 +763,9 @@ def test_what_rounding_makes_infinite_may_be_so() -> None:
 
     assert compared(torch.tensor([1.0, torch.nan])) == []
     assert "differs by 0.5 in norm" in str(compared(torch.tensor([1.0, 2.5]))[0])
-    rerun.value, rerun.moved = torch.zeros(2), torch.zeros(2)
+    rerun.value, rerun.rerun = torch.zeros(2), torch.zeros(2)
     assert compared(torch.zeros(2)) == []
-    rerun.value, rerun.moved = value, value
+    rerun.value, rerun.rerun = value, value
     assert "infinite or NaN in only one" in str(compared(torch.tensor([1.0, torch.nan]))[0])
     huge = Rerun(torch.tensor([1e200, -1e200], dtype=torch.float64), value)
     judge = Judge(cast("Any", huge), lambda flag: flag)
@@ -947,7 +943,7 @@ def test_what_an_op_writes_as_a_whole_is_a_result_and_what_it_adds_to_is_none() 
     for name, moves in (*((name, True) for name in whole), ("aten.index_add_.default", False)):
         value = torch.rand(1000)
         made = [(called[name].writes[0], value.clone())]
-        Shaker().results(called[name], made)
+        Shaker().after(called[name], made)
         assert torch.equal(made[0][1], value) is not moves, name
 
 
@@ -1008,7 +1004,7 @@ def test_a_result_that_a_kernel_omits_is_none_of_a_run() -> None:
 
     with mock.patch("functional_cg.stages.trial.reference.evaluate", omitting):
         shaken: list[Tensor] = []
-        reference.run(Buffers([], [x], []), lambda number, value: shaken.append(value), Shaker())
+        reference.run(Buffers([], [x], []), lambda number, value: shaken.append(value), after=Shaker().after)
         assert torch.equal(reference.values(Buffers([], [x], []))[0], expected)
     torch.testing.assert_close(shaken[0], expected)
 
@@ -1016,7 +1012,7 @@ def test_a_result_that_a_kernel_omits_is_none_of_a_run() -> None:
 def test_a_perturbed_run_keeps_nothing_of_its_calls() -> None:
     reference = fcg.graph_fn(lambda x: x * 0.1 + 0.7).lower(torch.ones(3)).reference
     for _ in range(2):
-        reference.run(Buffers([], [torch.ones(3)], []), lambda number, value: None, Shaker())
+        reference.moved(Buffers([], [torch.ones(3)], []), [torch.ones(3)], Shaker())
         assert reference._unsure.keys() == set(reference._instrs)
 
 

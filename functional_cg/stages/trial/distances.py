@@ -113,6 +113,7 @@ def between(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> Distances:
     found = Distances()
     for number, (one, other) in enumerate(zip(outputs, expected, strict=True)):
         found.add(number, one, other)
+    found.measure()
     return found
 
 

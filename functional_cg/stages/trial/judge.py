@@ -23,7 +23,7 @@ from ...errors import MiscompileError
 from ...messages.source import Location
 from ...state.arena import BufferSpec
 from ..plan import Buffers
-from .distances import Distances, between, rounded
+from .distances import between, rounded
 from .recorded import Recorded
 from .reference import Reference
 from .ulps import Shaker
@@ -155,7 +155,7 @@ class Judge:
                         moved = recorded.moved()
                     else:
                         shaker = Shaker(most, decisions, leans=number % 2 == 0, dice=dice)
-                        moved = self._moved(expected, buffers, shaker)
+                        moved, _ = self._reference.moved(buffers, expected, shaker).known(len(expected))
                 except torch.OutOfMemoryError:
                     raise
                 except Exception as error:  # a kernel refuses perturbed values, which then explain nothing
@@ -171,9 +171,3 @@ class Judge:
             for out, (apart, limit), is_wrong in zip(outs, rows, wrong.tolist(), strict=True)
             if is_wrong
         ]
-
-    def _moved(self, expected: Sequence[Tensor], buffers: Buffers, shaker: Shaker) -> Tensor:
-        """Return how far the outputs of the program move if its calls are perturbed."""
-        found = Distances()
-        self._reference.run(buffers, lambda n, value: found.add(n, value, expected[n]), shaker)
-        return found.known(len(expected))[0]

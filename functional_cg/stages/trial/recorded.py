@@ -39,13 +39,10 @@ class Recorded:
 
         def measure(before: Before) -> Sequence[Tensor]:
             measured["apart"] = between(outputs, expected)
-            measured["apart"].measure()
             return ()
 
         def shake(before: Before) -> Sequence[Tensor]:
-            measured["moved"] = moved = Distances()
-            reference.run(space.buffers, lambda n, one: moved.add(n, one, expected[n]), Shaker(leans=True))
-            moved.measure()
+            measured["moved"] = reference.moved(space.buffers, expected, Shaker(leans=True))
             return ()
 
         try:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -18,14 +18,17 @@ from ..passes.fused import at_places, group_size
 from ..plan import Buffers
 from ..program import Instr, Program, Var, live, written_storages
 from ..sub_programs import calls_of
+from .distances import Distances
 from .offload import moved, offloads
-from .ulps import Bounds, Shaker, bounds_of, copies_arguments, within
+from .ulps import Bounds, Shaker, bounds_of, copies_arguments
 from .unchecked import Unchecked, moved_checks
 
-__all__ = ["Output", "Reference", "Watch"]
+__all__ = ["After", "Before", "Output", "Reference", "ignore"]
 
-# Gets each call of a run, with what it makes.
-Watch = Callable[[Instr, Sequence[tuple[Var, Tensor]]], None]
+_Values = Mapping[Var, Tensor]
+# Hooks of a run: one returns the call to run, and its arguments; the other gets the call, with what it makes.
+Before = Callable[[Instr, _Values], tuple[Instr, _Values]]
+After = Callable[[Instr, Sequence[tuple[Var, Tensor]]], None]
 
 _library = torch.library.Library("fcg", "FRAGMENT")
 _library.define("shown(Tensor value) -> ()")
@@ -45,6 +48,14 @@ class Output:
     name: str
     var: Var
     slot: int | None = None
+
+
+def _as_it_is(instr: Instr, values: _Values) -> tuple[Instr, _Values]:
+    return instr, values
+
+
+def ignore(*given: object) -> None:
+    pass
 
 
 class Reference:
@@ -128,13 +139,13 @@ class Reference:
         """Bytes that a run takes at most whose outputs stay on the device."""
         return self.kept + sum(self._memory)
 
-    def values(self, buffers: Buffers, *, on_host: bool = False, watch: Watch | None = None) -> list[Tensor]:
+    def values(self, buffers: Buffers, *, on_host: bool = False, after: After = ignore) -> list[Tensor]:
         """Run the program, and return its outputs, each in memory of its own.
 
         Args:
           buffers: Slots, inputs and constants from before the call.
           on_host: Whether to keep the outputs on the host, where they leave the device's memory to other runs.
-          watch: Called for each call of the program with what it makes.
+          after: As for :meth:`run`.
         """
         values: dict[int, Tensor] = {}
         in_buffers: dict[int, Tensor] = {}  # they stay there until the end, and are copied together
@@ -147,33 +158,55 @@ class Reference:
             else:
                 values[number] = value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
-        self.run(buffers, keep, watch=watch)
+        self.run(buffers, keep, after=after)
         own = {number: torch.empty_like(value) for number, value in in_buffers.items()}
         for copy in copies([*own.values()], [*in_buffers.values()]):
             copy()
         values |= own
         return [values[number] for number in range(len(self.outputs))]
 
+    def moved(self, buffers: Buffers, expected: Sequence[Tensor], shaker: Shaker) -> Distances:
+        """Return how far the outputs move if the results of calls are perturbed.
+
+        Args:
+          buffers: Slots, inputs and constants.
+          expected: The outputs.
+          shaker: Perturbs the results; arguments that calls check stay within the bounds that they have without it.
+        """
+        bounds: dict[Instr, dict[Var, Bounds]] = {}
+        if self._checks:
+
+            def note(instr: Instr, values: _Values) -> tuple[Instr, _Values]:
+                bounds[instr] = {var: bounds_of(values[var]) for var in self._checks.get(instr, ())}
+                return instr, values
+
+            self.run(buffers, ignore, before=note)
+        found = Distances()
+        self.run(
+            buffers,
+            lambda number, value: found.add(number, value, expected[number]),
+            before=partial(shaker.before, bounds),
+            after=shaker.after,
+        )
+        found.measure()
+        return found
+
     def run(
         self,
         buffers: Buffers,
         see: Callable[[int, Tensor], None],
-        shaker: Shaker | None = None,
-        watch: Watch | None = None,
-        bounds: dict[tuple[Instr, Var], Bounds | None] | None = None,
+        *,
+        before: Before = _as_it_is,
+        after: After = ignore,
     ) -> None:
         """Run the program once.
 
         Args:
           buffers: Slots, inputs and constants.
           see: Called as ``see(number, value)`` once per output, in any order; it may keep small values for a while.
-          shaker: Perturbs the results of calls by ulps.
-          watch: Called for each call with what it makes.
-          bounds: Of arguments that calls check. A run without a shaker notes them; one with a shaker keeps to them.
+          before: Called for each call, with the values of all variables.
+          after: Called for each call, with what it makes; it may overwrite that.
         """
-        if shaker is not None and bounds is None and self._checks:
-            bounds = {}
-            self.run(buffers, lambda number, value: None, bounds=bounds)
         numbers: dict[Var, list[int]] = {}
         for number, out in enumerate(self.outputs):
             numbers.setdefault(out.var, []).append(number)
@@ -190,10 +223,8 @@ class Reference:
                     (var,) = instr.inputs()
                     for number in numbers[var]:
                         see(number, values[var])
-                elif watch is None:
-                    self._call(instr, values, static, shaker, bounds)
-                else:  # no name is bound to what is made: it would stay for another call
-                    watch(instr, self._call(instr, values, static, shaker, bounds))
+                else:
+                    self._call(instr, values, static, before, after)
                 for var in self._dead.get(place, ()):
                     values.pop(var, None)
 
@@ -232,7 +263,7 @@ class Reference:
         """Return the user's line whose call raises on these buffers; None if no call raises."""
         done: list[Instr] = []
         try:
-            self.run(buffers, lambda number, value: None, watch=lambda instr, made: done.append(instr))
+            self.run(buffers, ignore, after=lambda instr, made: done.append(instr))
         except Exception:  # whatever a kernel raises
             return [instr for instr in self._instrs if instr.op is not _SHOWN][len(done)].site
         return None
@@ -250,32 +281,18 @@ class Reference:
         return dict(zip(self._bound_vars(), [*buffers.slots, *buffers.inputs, *own], strict=True))
 
     def _call(
-        self,
-        instr: Instr,
-        values: dict[Var, Tensor],
-        static: Iterable[Var],
-        shaker: Shaker | None,
-        bounds: dict[tuple[Instr, Var], Bounds | None] | None,
-    ) -> list[tuple[Var, Tensor]]:
-        """Run a call, and return what it makes."""
-        given, turned = values, self._unsure[instr]
-        checked = self._checks.get(instr, ()) if bounds is not None else ()
-        if bounds is not None and shaker is None:
-            bounds.update({(instr, var): bounds_of(values[var]) for var in checked})
-        if shaker is not None:
-            kept = {var: within(values[var], bounds[instr, var]) for var in checked} if bounds else {}
-            instr, moved = shaker.scalars(instr), shaker.arguments(instr, values)
-            given = values | moved | kept if moved or kept else values
-        result = evaluate(instr, given.__getitem__)
+        self, instr: Instr, values: dict[Var, Tensor], static: Set[Var], before: Before, after: After
+    ) -> None:
+        """Run a call. No name is bound to what it makes any longer: that would stay for another call."""
+        called, given = before(instr, values)
+        turned = self._unsure[instr]
         made = [
             (var, laid_out(one, var.spec.stride) if var in turned else one)
-            for var, one in assigned(instr.out, result)
+            for var, one in assigned(instr.out, evaluate(called, given.__getitem__))
             if var not in static and one is not None
         ]
         values.update(made)
-        if shaker is not None:
-            shaker.results(instr, made)
-        return made
+        after(instr, made)
 
 
 def _touched(instr: Instr) -> set[int]:

@@ -20,7 +20,7 @@ from ..plan import Buffers, Plan
 from ..program import Program
 from .judge import Difference, Judge
 from .recorded import Recorded
-from .reference import Output, Reference, Watch
+from .reference import After, Output, Reference, ignore
 from .space import Space
 from .variants import KINDS, OVERFLOW, Finite, overflows
 
@@ -122,7 +122,7 @@ class Trial:
           space: The buffers that the plan and the program run on.
         """
         usual = Finite()
-        _, found = self._on_its_own(space, partial(self._run, space), watch=usual)
+        _, found = self._on_its_own(space, partial(self._run, space), after=usual)
         if self.together(bool(found)) or self.lacking:
             return found
         half = self.together(overflows(self._reference.program))
@@ -160,7 +160,7 @@ class Trial:
         space: Space,
         run: Callable[[], Sequence[Tensor]],
         recorded: Recorded | None = None,
-        watch: Watch | None = None,
+        after: After = ignore,
     ) -> tuple[Sequence[Tensor] | None, list[Difference]]:
         """Return the metrics of a run, None if the slots do not hold what it made, and the differences.
 
@@ -168,14 +168,14 @@ class Trial:
           space: As for :meth:`again`.
           run: Likewise; it does not run if memory is too little for a comparison.
           recorded: Likewise.
-          watch: Called for each call of the program with what it makes.
+          after: Called for each call of the program with what it makes.
         """
         if recorded is not None:
             self.lacking, expected = 0, recorded.expect()
         elif self._lacks(space):
             return None, []
         else:
-            expected = self._reference.values(space.buffers, on_host=not space.ample, watch=watch)
+            expected = self._reference.values(space.buffers, on_host=not space.ample, after=after)
         metrics = run()
         outputs = self._reference.made(metrics, space.buffers.slots)
         found = self._judge.compare(outputs, expected, space.buffers, space.reset, recorded=recorded)
@@ -192,7 +192,7 @@ class Trial:
         """
         finite, expected = Finite(), list[Tensor]()
         try:
-            expected = self._reference.values(space.buffers, on_host=not space.ample, watch=finite)
+            expected = self._reference.values(space.buffers, on_host=not space.ample, after=finite)
         except Exception as error:  # a kernel refuses the values
             _log.debug("not compared on %s values: %s", kind, error)
         if self.together(not expected or not finite.ends() <= usual.ends()):
@@ -228,7 +228,7 @@ class TrialOfFunctions(Trial):
         space: Space,
         run: Callable[[], Sequence[Tensor]],
         recorded: Recorded | None = None,
-        watch: Watch | None = None,
+        after: After = ignore,
     ) -> tuple[None, list[Difference]]:
         found = self._compared(space)
         space.reset()

@@ -20,7 +20,7 @@ from ...tensors.op_table import row_of
 from ...tensors.ulps import MOVABLE
 from ..program import Instr, Program, Var
 from ..sub_programs import calls_of
-from .ulps import INTEGERS
+from .ulps import INTEGERS, ORDERED
 
 __all__ = ["Unchecked", "moved_checks"]
 
@@ -91,8 +91,15 @@ def moved_checks(instrs: Iterable[Instr]) -> dict[Instr, list[Var]]:
     """Return the arguments that calls check, of those that rounding moves, by call; not what is in range anyway."""
     moved, positions, found = set[int](), set[int](), dict[Instr, list[Var]]()
     for instr in instrs:
-        checked = dict.fromkeys([*_asserted_by(instr), *_in_range_for(instr)])
-        found[instr] = [var for var in checked if var.storage in moved and var.storage not in positions]
+        checked = {*_asserted_by(instr), *_in_range_for(instr)}
+        found[instr] = [
+            var
+            for var in checked
+            if var.storage in moved
+            and var.storage not in positions
+            and var.spec.numel
+            and var.spec.dtype in ORDERED
+        ]
         depends = any(var.storage in moved for var in instr.inputs())
         for var in (*instr.outputs(), *instr.writes):
             if depends or var.spec.dtype in MOVABLE:
