@@ -30,9 +30,7 @@ class Distances:
     def __init__(self) -> None:
         self._waiting: list[tuple[int, Tensor, Tensor]] = []  # rows, pieces, and what they should be
         self._count = 0  # how many elements they have
-        self._measured: list[
-            tuple[Sequence[int], Tensor]
-        ] = []  # rows, each once, with norms: f64[2, 2, rows]
+        self._measured: list[tuple[Tensor, Tensor]] = []  # rows, each once, and their norms: f64[4, rows]
         self._unlike: list[int] = []
 
     def add(self, number: int, one: Tensor, expected: Tensor) -> None:
@@ -56,12 +54,12 @@ class Distances:
     def known(self, count: int) -> tuple[Tensor, Tensor]:
         """Return the distances, f64[count, 2], and how far what was expected is from zero, 0 for integers."""
         self.measure()
-        table = torch.zeros(2, count, 2, dtype=torch.float64)
+        table = torch.zeros(4, count, dtype=torch.float64)
         for numbers, norms in self._measured:
-            norm, greatest = norms.cpu()
-            table[:, numbers, 0] = table[:, numbers, 0].hypot(norm)
-            table[:, numbers, 1] = table[:, numbers, 1].maximum(greatest)
-        known, sizes = table
+            found = norms.cpu()
+            table[:2, numbers] = table[:2, numbers].hypot(found[:2])
+            table[2:, numbers] = table[2:, numbers].maximum(found[2:])
+        known, sizes = table.view(2, 2, count).permute(1, 2, 0).contiguous()
         known[self._unlike] = math.nan
         return known, sizes
 
@@ -75,7 +73,7 @@ class Distances:
                 torch.stack(torch._foreach_norm(of, ord, torch.float64))
                 for of, ord in ((finite, 2), (sizes, 2), (apart, math.inf), (sizes, math.inf))
             ]
-            self._measured.append((numbers, torch.stack(norms).view(2, 2, -1)))
+            self._measured.append((torch.tensor(numbers), torch.stack(norms)))
         self._waiting, self._count = [], 0
 
 
