@@ -31,7 +31,7 @@ Before = Callable[[Instr, _Values], tuple[Instr, _Values]]
 After = Callable[[Instr, Sequence[tuple[Var, Tensor]]], None]
 
 _library = torch.library.Library("fcg", "FRAGMENT")
-_library.define("shown(Tensor value) -> ()")
+_library.define("shown(Tensor value, int number) -> ()")
 _SHOWN = torch.ops.fcg.shown.default  # marks where a run hands an output to its observer
 
 
@@ -91,9 +91,9 @@ class Reference:
         writes = enumerate((*instr.outputs(), *instr.writes) for instr in instrs)
         last = {var.storage: number for number, written in writes for var in written}
         shown: dict[int, list[Instr]] = {}
-        for var in dict.fromkeys(out.var for out in self.outputs):
-            call = Instr(_SHOWN, (var,), {}, None, (), None)
-            shown.setdefault(last.get(var.storage, -1), []).append(call)
+        for number, out in enumerate(self.outputs):
+            call = Instr(_SHOWN, (out.var, number), {}, None, (), None)
+            shown.setdefault(last.get(out.var.storage, -1), []).append(call)
         calls = [call for number, instr in enumerate(instrs) for call in (instr, *shown.get(number, ()))]
         return [*shown.get(-1, ()), *calls]
 
@@ -207,9 +207,6 @@ class Reference:
           before: Called for each call, with the values of all variables.
           after: Called for each call, with what it makes; it may overwrite that.
         """
-        numbers: dict[Var, list[int]] = {}
-        for number, out in enumerate(self.outputs):
-            numbers.setdefault(out.var, []).append(number)
         values, away = self._bound(buffers), dict[int, dict[Var, Tensor]]()
         static = frozenset(values)
         with quiet():
@@ -220,9 +217,8 @@ class Reference:
                 for storage in away.keys() & _touched(instr):
                     values |= moved(away.pop(storage), to_host=False)
                 if instr.op is _SHOWN:
-                    (var,) = instr.inputs()
-                    for number in numbers[var]:
-                        see(number, values[var])
+                    var, number = instr.args
+                    see(number, values[var])
                 else:
                     self._call(instr, values, static, before, after)
                 for var in self._dead.get(place, ()):
@@ -247,10 +243,7 @@ class Reference:
         Returns:
           Bytes that are lacking: those of the call that takes most, or of what would have to wait.
         """
-        peak, beside = self._memory
-        if peak + beside <= room:
-            self._leaving = {}
-            return 0
+        _, beside = self._memory
         needed = [_touched(instr) & self._sizes.keys() for instr in self._instrs]
         takes = (sum(map(self._sizes.__getitem__, storages)) for storages in needed)
         lacking = max(takes, default=0) + beside - room

@@ -16,9 +16,9 @@ Source: Parker 1997, "Monte Carlo Arithmetic: exploiting randomness in floating-
 
 from __future__ import annotations
 
+import ctypes
 import math
 import random
-import struct
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -76,7 +76,7 @@ class Shaker:
             return {}
         moved = {}
         for var in dict.fromkeys(instr.inputs()):
-            if var in values and values[var].dtype in MOVABLE and var not in instr.writes:
+            if values[var].dtype in MOVABLE and var not in instr.writes:
                 moved[var] = values[var].clone()
                 self.move(moved[var], most, 0.0)
         return moved
@@ -122,11 +122,8 @@ class Shaker:
 
 
 def _is_single(value: float) -> bool:
-    """Whether float32 holds a number exactly."""
-    try:
-        return struct.unpack("f", struct.pack("f", value))[0] == value  # type: ignore[no-any-return]
-    except OverflowError:
-        return True
+    """Whether float32 holds a number exactly, or not at all."""
+    return ctypes.c_float(value).value in (value, math.inf, -math.inf)
 
 
 def _flat_in_memory(tensor: Tensor) -> Tensor | None:
@@ -158,13 +155,9 @@ def copies_arguments(instr: Instr) -> bool:
 
 
 def _decides(instr: Instr) -> bool:
-    """Whether a call maps many values to few: a comparison, a rounding, a sort."""
-    return row_of(instr.op).decides or _narrows(instr)
-
-
-def _narrows(instr: Instr) -> bool:
-    """Whether a call is a cast to a non-floating or 8-bit dtype, which rounds to few values."""
-    return instr.name == "_to_copy" and all(out.spec.dtype not in MOVABLE for out in instr.outputs())
+    """Whether a call maps many values to few: a comparison, a sort, a cast to a non-floating or 8-bit dtype."""
+    narrows = instr.name == "_to_copy" and all(out.spec.dtype not in MOVABLE for out in instr.outputs())
+    return row_of(instr.op).decides or narrows
 
 
 def _spread(instr: Instr, result: Tensor) -> float:
