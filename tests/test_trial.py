@@ -686,7 +686,7 @@ def test_zeros_have_no_copy_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None
     slots = [torch.zeros(4), torch.ones(4), torch.tensor([0.0, -0.0])]
     reference = fcg.graph_step(lambda s: ([one + 1 for one in s], {})).lower(slots).reference
     space, kept = Space.of(reference, Buffers(slots, (), ()), inputs=False), [one.clone() for one in slots]
-    assert [one.tolist() for one in space.values] == [one.tolist() for one in kept[1:]]
+    assert [one.untyped_storage().nbytes() for one in space.values] == [4, 16, 8]
     space.vary(KINDS[0])
     space.reset()
     for one, value in zip(slots, kept, strict=True):

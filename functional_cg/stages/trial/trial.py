@@ -204,7 +204,7 @@ class Trial:
         return judge.compare(made, expected, space.buffers, partial(space.vary, kind), times=_GROSS)
 
     def _lacks(self, space: Space) -> bool:
-        lack = 0 if space.ample else _lack(self._reference, space)
+        lack = 0 if space.ample else space.lacks(self._reference)
         self.lacking = max(lack, 1) if self.together(lack > 0) else 0
         return bool(self.lacking)
 
@@ -244,7 +244,7 @@ class TrialOfFunctions(Trial):
         def see(part: Program, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> None:
             outputs = [Output(f"{part.function}  {var.spec}", var) for var in part.outputs]
             reference = Reference(replace(part, outputs=[]), outputs)
-            lack = _lack(reference, space)
+            lack = space.lacks(reference)
             lacks[part] = min(lack, lacks.get(part, lack))
             if lack or (kind and not all(map(_is_finite, (*arguments, *results)))):
                 return
@@ -259,12 +259,6 @@ class TrialOfFunctions(Trial):
         lack = max(lacks.values(), default=0)
         self.lacking = max(lack, 1) if self.together(lack > 0) else 0
         return found
-
-
-def _lack(reference: Reference, space: Space) -> int:
-    """Return the bytes that a reference lacks for a run whose outputs are kept on the host."""
-    kept, room = reference.kept, space.room()
-    return 0 if room is None else max(reference.fit(room, host=space.host() - kept), kept - space.host())
 
 
 def _is_finite(tensor: Tensor) -> bool:
