@@ -566,8 +566,8 @@ SILENT = (
         "flags that are asserted may be computed from anything",
         (
             (
-                "if any(var.storage in self.asserted for var in made):",
-                "if any(var.storage in self.asserted and not _is_position(instr, var) for var in made):",
+                "asserts = any(checked.get(var.storage, False) for var in made)",
+                "asserts = any(checked.get(var.storage, False) and not _is_position(instr, var) for var in made)",
             ),
         ),
         ("tests/test_unchecked.py::test_what_may_hold_any_value[what is asserted]",),

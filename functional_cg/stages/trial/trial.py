@@ -195,9 +195,10 @@ class Trial:
             expected = self._reference.values(space.buffers, on_host=not space.ample, after=finite)
         except Exception as error:  # a kernel refuses the values
             _log.debug("not compared on %s values: %s", kind, error)
-        if self.together(not expected or not finite.ends() <= usual.ends()):
+        (end, meet), (usual_end, usual_meet) = finite.found(), usual.found()
+        if self.together(not expected or not end <= usual_end):
             return []
-        judge, unclear = Judge(self._reference, self.together), finite.unclear(usual.meets())
+        judge, unclear = Judge(self._reference, self.together), finite.unclear(meet - usual_meet)
         made = self._reference.made(self._run(space), space.buffers.slots)
         outs = zip(self._reference.outputs, made, expected, strict=True)
         made = [other if out.var.storage in unclear else one for out, one, other in outs]
@@ -246,7 +247,8 @@ class TrialOfFunctions(Trial):
             reference = Reference(replace(part, outputs=[]), outputs)
             lack = space.lacks(reference)
             lacks[part] = min(lack, lacks.get(part, lack))
-            if lack or (kind and not all(map(_is_finite, (*arguments, *results)))):
+            numbers = (one for one in (*arguments, *results) if one.is_floating_point())
+            if lack or (kind and not all(one.isfinite().all() for one in numbers)):
                 return
             judge, buffers = Judge(reference, lambda flag: flag), Buffers((), arguments, ())
             expected, times = reference.values(buffers, on_host=True), _GROSS if kind else 1.0
@@ -259,7 +261,3 @@ class TrialOfFunctions(Trial):
         lack = max(lacks.values(), default=0)
         self.lacking = max(lack, 1) if self.together(lack > 0) else 0
         return found
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(tensor.isfinite().all())

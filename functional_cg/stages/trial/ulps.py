@@ -185,6 +185,5 @@ def _terms(instr: Instr, result: Tensor, *, product: bool) -> float:
 
 def _in_tf32(name: str, result: Tensor) -> bool:
     """Whether a product may round its factors to TF32; convolutions do by torch's default."""
-    if not result.is_cuda or result.dtype != torch.float32:
-        return False
-    return name.startswith("convolution") or torch.get_float32_matmul_precision() != "highest"
+    may = name.startswith("convolution") or torch.get_float32_matmul_precision() != "highest"
+    return may and result.is_cuda and result.dtype == torch.float32
