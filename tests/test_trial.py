@@ -699,7 +699,7 @@ def test_ranks_record_together_or_not_at_all() -> None:
     trial.together = lambda flag: next(others)
     reference = mock.Mock(outputs=(), at_once=0)
     of_one = mock.Mock(_trial=trial, _arenas=(), fresh=False, _buffers=Buffers((), (), ()))
-    of_one._lowered.reference = reference
+    of_one._lowered.reference, of_one._lowered.plan.one_by_one = reference, False
     with mock.patch.multiple("functional_cg.step.certify", Space=mock.DEFAULT, Recorded=mock.DEFAULT) as made:
         assert Certified._record(of_one, mock.Mock()) is None
     made["Recorded"].return_value.close.assert_called_once_with()

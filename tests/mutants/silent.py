@@ -525,7 +525,7 @@ SILENT = (
     Mutant(
         "N228",
         "after a refused call the state is the one that a comparison was recorded with",
-        (("            space.keep()\n", ""),),
+        (("            space.keep()\n            return reference", "            return reference"),),
         (
             f"{TRIAL}test_a_compiled_step_that_goes_wrong_later_is_refused_before_its_state_counts[4-cpu as graphs]",
         ),

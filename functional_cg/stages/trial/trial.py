@@ -78,10 +78,7 @@ class Trial:
       lacking: Bytes of memory that the reference lacks; if not 0, nothing was compared.
       share: The largest difference found, as a fraction of what rounding explains.
       kind: Which values it was found on; empty for those of the call.
-      whole: Whether it compares the plan as a whole, and so may compare a replay of it.
     """
-
-    whole = True
 
     def __init__(self, reference: Reference, plan: Plan, together: Callable[[bool], bool]) -> None:
         self._reference, self._plan, self.together = reference, plan, together
@@ -122,7 +119,7 @@ class Trial:
           space: The buffers that the plan and the program run on.
         """
         usual = Finite()
-        _, found = self._on_its_own(space, partial(self._run, space), after=usual)
+        _, found = self.compare(space, partial(self._run, space), after=usual)
         if self.together(bool(found)) or self.lacking:
             return found
         half = self.together(overflows(self._reference.program))
@@ -135,40 +132,23 @@ class Trial:
         self.lacking = 0  # there was enough memory for the values of the call
         return []
 
-    def again(
-        self,
-        space: Space,
-        run: Callable[[], Sequence[Tensor]],
-        recorded: Recorded | None = None,
-    ) -> tuple[Sequence[Tensor], list[Difference]]:
-        """Compare what a run makes of the values in the buffers; return its metrics, and the differences.
-
-        If there are none, the slots hold what the run has made of them.
-
-        Args:
-          space: The buffers.
-          run: Runs the plan and returns the metrics, which a later run may overwrite.
-          recorded: The comparison, if it is recorded.
-        """
-        metrics, found = self._on_its_own(space, run, recorded)
-        if metrics is None:  # a rank that runs alone would wait for the others
-            metrics = () if self.together(bool(found)) else run()
-        return metrics, found
-
-    def _on_its_own(
+    def compare(
         self,
         space: Space,
         run: Callable[[], Sequence[Tensor]],
         recorded: Recorded | None = None,
         after: After = ignore,
     ) -> tuple[Sequence[Tensor] | None, list[Difference]]:
-        """Return the metrics of a run, None if the slots do not hold what it made, and the differences.
+        """Compare what a run makes of the values in the buffers.
 
         Args:
-          space: As for :meth:`again`.
-          run: Likewise; it does not run if memory is too little for a comparison.
-          recorded: Likewise.
+          space: The buffers.
+          run: Runs the plan and returns the metrics, which a later run may overwrite; if memory is too little for a
+            comparison, it does not run.
+          recorded: The comparison, if it is recorded.
           after: Called for each call of the program with what it makes.
+        Returns:
+          The metrics, None if the slots do not hold what the run has made, and the differences.
         """
         if recorded is not None:
             self.lacking, expected = 0, recorded.expect()
@@ -222,9 +202,7 @@ class TrialOfFunctions(Trial):
     is too little for one of these calls, the other one is enough.
     """
 
-    whole = False
-
-    def _on_its_own(
+    def compare(
         self,
         space: Space,
         run: Callable[[], Sequence[Tensor]],
