@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -25,7 +25,7 @@ from .unchecked import Unchecked, moved_checks
 
 __all__ = ["After", "Before", "Output", "Reference", "ignore"]
 
-_Values = Mapping[Var, Tensor]
+_Values = MutableMapping[Var, Tensor]
 # Hooks of a run: one returns the call to run, and its arguments; the other gets the call, with what it makes.
 Before = Callable[[Instr, _Values], tuple[Instr, _Values]]
 After = Callable[[Instr, Sequence[tuple[Var, Tensor]]], None]
@@ -112,20 +112,21 @@ class Reference:
         return last_uses(self._instrs)
 
     @cached_property
-    def _written(self) -> set[int]:
+    def _written(self) -> list[Var]:
+        """The constants that calls write, each run in copies of its own."""
         written = written_storages(self._instrs)
-        return {i for i, c in enumerate(self.program.constants) if c.var.storage in written}
+        return [one.var for one in self.program.constants if one.var.storage in written]
 
     @cached_property
     def _sizes(self) -> dict[int, int]:
         """Bytes of each storage that a run makes."""
-        static = {var.storage for var in self._bound_vars()}
+        static = {var.storage for var in self._static()}
         return {one: size for one, size in storage_bytes(self._instrs).items() if one not in static}
 
     @cached_property
     def _memory(self) -> tuple[int, int]:
         """Bytes that a run holds at most, and those of the copies that it makes beside them."""
-        constants = sum(self.program.constants[one].var.spec.nbytes for one in self._written)
+        constants = sum(var.spec.nbytes for var in self._written)
         beside = max(map(_copied, self._instrs), default=0) + constants
         return peak_bytes(self._instrs, (), self._sizes), beside
 
@@ -207,8 +208,10 @@ class Reference:
           before: Called for each call, with the values of all variables.
           after: Called for each call, with what it makes; it may overwrite that.
         """
-        values, away = self._bound(buffers), dict[int, dict[Var, Tensor]]()
+        given = [*buffers.slots, *buffers.inputs, *buffers.constants]
+        values, away = dict(zip(self._static(), given, strict=True)), dict[int, dict[Var, Tensor]]()
         static = frozenset(values)
+        values |= {var: values[var].clone() for var in self._written}
         with quiet():
             for place, instr in enumerate(self._instrs):
                 for storage in self._leaving.get(place, ()):
@@ -265,13 +268,9 @@ class Reference:
         """Return the user's line that computes a variable."""
         return next((instr.site for instr in self._instrs if var in set(instr.outputs())), None)
 
-    def _bound_vars(self) -> list[Var]:
+    def _static(self) -> list[Var]:
         program = self.program
         return [*program.slots, *program.inputs, *(constant.var for constant in program.constants)]
-
-    def _bound(self, buffers: Buffers) -> dict[Var, Tensor]:
-        own = [one.clone() if i in self._written else one for i, one in enumerate(buffers.constants)]
-        return dict(zip(self._bound_vars(), [*buffers.slots, *buffers.inputs, *own], strict=True))
 
     def _call(
         self, instr: Instr, values: dict[Var, Tensor], static: Set[Var], before: Before, after: After

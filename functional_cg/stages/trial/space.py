@@ -47,14 +47,16 @@ class Space:
     @classmethod
     def of(cls, reference: Reference, buffers: Buffers, *, inputs: bool) -> Self:
         """Keep the values of the slots that a step writes, and of its inputs, if they will be written, too."""
-        slots = [out.slot for out in reference.outputs if out.slot is not None]
-        given = [(buffers.slots[slot], slot, True) for slot in slots]
-        free = [one for one in given if reference.unchecked.slots[one[1]]]
+        unchecked, slots = (
+            reference.unchecked,
+            [out.slot for out in reference.outputs if out.slot is not None],
+        )
+        given = [(buffers.slots[slot], unchecked.slots[slot], slot, True) for slot in slots]
         if inputs:
-            staged = [(one, -1 - number, False) for number, one in enumerate(buffers.inputs)]
-            free += [one for one, is_free in zip(staged, reference.unchecked.inputs, strict=True) if is_free]
-            given += staged
-        written, room = [one for one, _, _ in given], free_room(buffers)
+            staged = enumerate(zip(buffers.inputs, unchecked.inputs, strict=True))
+            given += [(one, is_free, -1 - number, False) for number, (one, is_free) in staged]
+        free = [(one, number, leaf) for one, is_free, number, leaf in given if is_free]
+        written, room = [one for one, *_ in given], free_room(buffers)
         copied = _FOR_VALUES * sum(one.nbytes for one in written)
         ample = room is None or copied + reference.at_once < room - room // _FOR_WORKSPACES
         values = [torch.empty_like(one) if ample else _on_host(one) for one in written]

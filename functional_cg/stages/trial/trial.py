@@ -152,7 +152,7 @@ class Trial:
         """
         if recorded is not None:
             self.lacking, expected = 0, recorded.expect()
-        elif self._lacks(space):
+        elif self._is_lacking(0 if space.ample else space.lacks(self._reference)):
             return None, []
         else:
             expected = self._reference.values(space.buffers, on_host=not space.ample, after=after)
@@ -184,8 +184,8 @@ class Trial:
         made = [other if out.var.storage in unclear else one for out, one, other in outs]
         return judge.compare(made, expected, space.buffers, partial(space.vary, kind), times=_GROSS)
 
-    def _lacks(self, space: Space) -> bool:
-        lack = 0 if space.ample else space.lacks(self._reference)
+    def _is_lacking(self, lack: int) -> bool:
+        """Note the bytes that are lacking here; return whether any are, on any rank."""
         self.lacking = max(lack, 1) if self.together(lack > 0) else 0
         return bool(self.lacking)
 
@@ -236,6 +236,5 @@ class TrialOfFunctions(Trial):
 
         with self._plan.watched(see):
             self._run(space)
-        lack = max(lacks.values(), default=0)
-        self.lacking = max(lack, 1) if self.together(lack > 0) else 0
+        self._is_lacking(max(lacks.values(), default=0))
         return found

@@ -20,7 +20,7 @@ import ctypes
 import math
 import random
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -63,8 +63,8 @@ class Shaker:
     dice: random.Random = field(default_factory=lambda: random.Random(0))
 
     def before(
-        self, bounds: Mapping[Instr, Mapping[Var, Bounds]], instr: Instr, values: Mapping[Var, Tensor]
-    ) -> tuple[Instr, Mapping[Var, Tensor]]:
+        self, bounds: Mapping[Instr, Mapping[Var, Bounds]], instr: Instr, values: MutableMapping[Var, Tensor]
+    ) -> tuple[Instr, MutableMapping[Var, Tensor]]:
         """Return the call with other arguments, of which those that have bounds stay within them."""
         kept = {var: _within(values[var], known) for var, known in bounds.get(instr, {}).items()}
         return self.scalars(instr), ChainMap(kept, self.arguments(instr, values), values)
