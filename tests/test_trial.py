@@ -30,7 +30,7 @@ from functional_cg.stages.program import Var
 from functional_cg.stages.run.capture import CPUBackend
 from functional_cg.stages.trial.distances import Distances, between
 from functional_cg.stages.trial.judge import Judge
-from functional_cg.stages.trial.offload import moved
+from functional_cg.stages.trial.offload import transferred
 from functional_cg.stages.trial.reference import Output
 from functional_cg.stages.trial.space import Space
 from functional_cg.stages.trial.trial import Certificate
@@ -1089,9 +1089,9 @@ def test_values_wait_on_the_host_where_the_device_is_full(monkeypatch: pytest.Mo
 
     def watched(values: Any, *, to_host: bool) -> Any:
         waited.append(values)
-        return moved(values, to_host=to_host)
+        return transferred(values, to_host=to_host)
 
-    monkeypatch.setattr("functional_cg.stages.trial.reference.moved", watched)
+    monkeypatch.setattr("functional_cg.stages.trial.reference.transferred", watched)
     for room in (2**40, 2**27):
         monkeypatch.setattr("functional_cg.stages.trial.space.free_room", lambda buffers, room=room: room)
         train_step, state = batch_norms(16, "cuda")
@@ -1114,9 +1114,9 @@ def test_views_of_one_storage_come_back_as_such(device: str) -> None:
     variables = [Var(n, BufferSpec.of(one), 7, one.storage_offset(), False) for n, one in enumerate(views)]
     expected = [view.clone() for view in views]
     for _ in range(2):
-        host = moved(dict(zip(variables, views, strict=True)), to_host=True)
+        host = transferred(dict(zip(variables, views, strict=True)), to_host=True)
         whole.zero_()  # it waits for the copy
-        back = moved(host, to_host=False)
+        back = transferred(host, to_host=False)
         assert [*back] == variables
         for view, value, var in zip(views, expected, variables, strict=True):
             assert_trees_all_equal(back[var], value)
@@ -1168,12 +1168,12 @@ def _most(reference: Any, buffers: Buffers) -> int:
 
     def on_the_host(values: Any, *, to_host: bool) -> Any:
         if not to_host:
-            return moved(values, to_host=False)
+            return transferred(values, to_host=False)
         with _disable_current_modes():
-            found = moved(values, to_host=True)
+            found = transferred(values, to_host=True)
         memory.static += [StorageWeakRef(one.untyped_storage()) for one in found.values()]
         return found
 
-    with mock.patch("functional_cg.stages.trial.reference.moved", on_the_host), memory:
+    with mock.patch("functional_cg.stages.trial.reference.transferred", on_the_host), memory:
         reference.run(buffers, lambda number, value: None)
     return memory.most

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...tensors.overlap import storage_key
 from ..program import Var
 
-__all__ = ["moved", "offloads"]
+__all__ = ["offloads", "transferred"]
 
 
 def offloads(
@@ -46,7 +46,7 @@ def offloads(
     return leaving, most
 
 
-def moved(values: Mapping[Var, Tensor], *, to_host: bool) -> dict[Var, Tensor]:
+def transferred(values: Mapping[Var, Tensor], *, to_host: bool) -> dict[Var, Tensor]:
     """Copy the values of a storage to the host, or back; views still share their memory there."""
     device = torch.device("cpu") if to_host else next(iter(values)).spec.device
     storages = {storage_key(one): one.untyped_storage() for one in values.values()}

@@ -19,7 +19,7 @@ from ..plan import Buffers
 from ..program import Instr, Program, Var, live, written_storages
 from ..sub_programs import calls_of
 from .distances import Distances
-from .offload import moved, offloads
+from .offload import offloads, transferred
 from .ulps import Bounds, Shaker, bounds_of, copies_arguments
 from .unchecked import Unchecked, moved_checks
 
@@ -55,7 +55,7 @@ def _as_it_is(instr: Instr, values: _Values) -> tuple[Instr, _Values]:
 
 
 def ignore(*given: object) -> None:
-    pass
+    """Do nothing: a run without a hook."""
 
 
 class Reference:
@@ -216,9 +216,9 @@ class Reference:
             for place, instr in enumerate(self._instrs):
                 for storage in self._leaving.get(place, ()):
                     leaving = [var for var in values if var.storage == storage]
-                    away[storage] = moved({var: values.pop(var) for var in leaving}, to_host=True)
+                    away[storage] = transferred({var: values.pop(var) for var in leaving}, to_host=True)
                 for storage in away.keys() & _touched(instr):
-                    values |= moved(away.pop(storage), to_host=False)
+                    values |= transferred(away.pop(storage), to_host=False)
                 if instr.op is _SHOWN:
                     var, number = instr.args
                     see(number, values[var])

@@ -84,7 +84,7 @@ def moved_checks(instrs: Iterable[Instr]) -> dict[Instr, list[Var]]:
     """Return the arguments that calls check, of those that rounding moves, by call; not what is in range anyway."""
     moved, positions, found = set[int](), set[int](), dict[Instr, list[Var]]()
     for instr in instrs:
-        checked = {*_asserted_by(instr), *_in_range_for(instr)}
+        checked = dict.fromkeys([*_asserted_by(instr), *_in_range_for(instr)])
         found[instr] = [
             var
             for var in checked
