@@ -516,7 +516,7 @@ SILENT = (
     Mutant(
         "N227",
         "a later comparison of a recorded program goes by the distances of an earlier one",
-        (("        self._replays[1](())\n", ""),),
+        (("        self._measure(())\n", ""),),
         (
             f"{TRIAL}test_a_compiled_step_that_goes_wrong_later_is_refused_before_its_state_counts[4-cpu as graphs]",
         ),
