@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -25,7 +25,7 @@ from .unchecked import Unchecked, moved_checks
 
 __all__ = ["After", "Before", "Output", "Reference", "ignore"]
 
-_Values = MutableMapping[Var, Tensor]
+_Values = dict[Var, Tensor]
 # Hooks of a run: one returns the call to run, and its arguments; the other gets the call, with what it makes.
 Before = Callable[[Instr, _Values], tuple[Instr, _Values]]
 After = Callable[[Instr, Sequence[tuple[Var, Tensor]]], None]

@@ -19,8 +19,7 @@ from __future__ import annotations
 import ctypes
 import math
 import random
-from collections import ChainMap
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -63,11 +62,12 @@ class Shaker:
     dice: random.Random = field(default_factory=lambda: random.Random(0))
 
     def before(
-        self, bounds: Mapping[Instr, Mapping[Var, Bounds]], instr: Instr, values: MutableMapping[Var, Tensor]
-    ) -> tuple[Instr, MutableMapping[Var, Tensor]]:
+        self, bounds: Mapping[Instr, Mapping[Var, Bounds]], instr: Instr, values: dict[Var, Tensor]
+    ) -> tuple[Instr, dict[Var, Tensor]]:
         """Return the call with other arguments, of which those that have bounds stay within them."""
         kept = {var: _within(values[var], known) for var, known in bounds.get(instr, {}).items()}
-        return self.scalars(instr), ChainMap(kept, self.arguments(instr, values), values)
+        moved = self.arguments(instr, values) | kept
+        return self.scalars(instr), values | moved if moved else values
 
     def arguments(self, instr: Instr, values: Mapping[Var, Tensor]) -> dict[Var, Tensor]:
         """Return perturbed arguments that replace some of a call's own."""

@@ -108,10 +108,14 @@ def _is_position(instr: Instr, var: Var) -> bool:
     How a decomposition went, which those ending with ``_ex`` return, is checked by a call of its own.
     """
     row = row_of(instr.op)
-    from_integers = any(one.spec.dtype in INTEGERS for one in instr.inputs())
-    of_any_size = instr.by_element or row.casts or row.counts or instr.name.endswith("_ex")
-    is_place = var.spec.dtype in INTEGERS and not from_integers and not of_any_size
-    return var not in instr.writes and (var.spec.dtype is torch.bool or is_place)
+    return var not in instr.writes and (
+        var.spec.dtype is torch.bool
+        or (
+            var.spec.dtype in INTEGERS
+            and not (instr.by_element or row.casts or row.counts or instr.name.endswith("_ex"))
+            and not any(one.spec.dtype in INTEGERS for one in instr.inputs())
+        )
+    )
 
 
 def _asserted_by(instr: Instr) -> Iterator[Var]:
