@@ -38,7 +38,7 @@ Bounds = tuple[Tensor, Tensor]  # the least and the greatest number, without dim
 _WIDE = MappingProxyType({torch.bfloat16: torch.float32, torch.float16: torch.float32})
 _MOST_NARROW = 8  # ulps of a 16-bit dtype: more would change the number too much
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
-ORDERED = MOVABLE | INTEGERS | {torch.bool}  # dtypes whose numbers have bounds
+ORDERED = frozenset({*MOVABLE, *INTEGERS, torch.bool})  # dtypes whose numbers have bounds
 _TF32 = 2.0**-11  # relative rounding of its factors
 _IN_A_ROW = 16  # terms that are summed in a fixed order: in a vector unit, in a tile of a product
 
