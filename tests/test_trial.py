@@ -28,9 +28,9 @@ from functional_cg.stages.evaluate import evaluate
 from functional_cg.stages.plan import Buffers
 from functional_cg.stages.program import Var
 from functional_cg.stages.run.capture import CPUBackend
-from functional_cg.stages.trial.distances import Distances
-from functional_cg.stages.trial.host_memory import HostMemory
+from functional_cg.stages.trial.distances import Distances, between
 from functional_cg.stages.trial.judge import Judge
+from functional_cg.stages.trial.offload import transferred
 from functional_cg.stages.trial.reference import Output
 from functional_cg.stages.trial.space import Space
 from functional_cg.stages.trial.trial import Certificate
@@ -686,7 +686,7 @@ def test_zeros_have_no_copy_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None
     slots = [torch.zeros(4), torch.ones(4), torch.tensor([0.0, -0.0])]
     reference = fcg.graph_step(lambda s: ([one + 1 for one in s], {})).lower(slots).reference
     space, kept = Space.of(reference, Buffers(slots, (), ()), inputs=False), [one.clone() for one in slots]
-    assert [one.tolist() for one in space.values] == [one.tolist() for one in kept[1:]]
+    assert [one.untyped_storage().nbytes() for one in space.values] == [4, 16, 8]
     space.vary(KINDS[0])
     space.reset()
     for one, value in zip(slots, kept, strict=True):
@@ -699,7 +699,7 @@ def test_ranks_record_together_or_not_at_all() -> None:
     trial.together = lambda flag: next(others)
     reference = mock.Mock(outputs=(), at_once=0)
     of_one = mock.Mock(_trial=trial, _arenas=(), fresh=False, _buffers=Buffers((), (), ()))
-    of_one._lowered.reference = reference
+    of_one._lowered.reference, of_one._lowered.plan.one_by_one = reference, False
     with mock.patch.multiple("functional_cg.step.certify", Space=mock.DEFAULT, Recorded=mock.DEFAULT) as made:
         assert Certified._record(of_one, mock.Mock()) is None
     made["Recorded"].return_value.close.assert_called_once_with()
@@ -739,18 +739,14 @@ def raise_(error: Exception) -> None:
 
 
 class Rerun:
-    """A reference whose result moves in each perturbed run, and is what it was given else."""
+    """A reference whose result becomes another one in each perturbed run."""
 
-    def __init__(self, value: Tensor, moved: Tensor) -> None:
+    def __init__(self, value: Tensor, rerun: Tensor) -> None:
         self.outputs = [Output("metrics", Var(0, BufferSpec.of(value), 0, 0, fills=True))]
-        self.value, self.moved = value, moved
+        self.value, self.rerun = value, rerun
 
-    at_once = 0
-
-    kept = 0
-
-    def run(self, buffers: Any, see: Any, shaker: Any = None, watch: Any = None) -> None:
-        see(0, self.value if shaker is None else self.moved)
+    def moved(self, buffers: Any, expected: Any, shaker: Any) -> Distances:
+        return between([self.rerun], expected)
 
     def site_of(self, var: Var) -> None:
         return None
@@ -767,9 +763,9 @@ def test_what_rounding_makes_infinite_may_be_so() -> None:
 
     assert compared(torch.tensor([1.0, torch.nan])) == []
     assert "differs by 0.5 in norm" in str(compared(torch.tensor([1.0, 2.5]))[0])
-    rerun.value, rerun.moved = torch.zeros(2), torch.zeros(2)
+    rerun.value, rerun.rerun = torch.zeros(2), torch.zeros(2)
     assert compared(torch.zeros(2)) == []
-    rerun.value, rerun.moved = value, value
+    rerun.value, rerun.rerun = value, value
     assert "infinite or NaN in only one" in str(compared(torch.tensor([1.0, torch.nan]))[0])
     huge = Rerun(torch.tensor([1e200, -1e200], dtype=torch.float64), value)
     judge = Judge(cast("Any", huge), lambda flag: flag)
@@ -947,7 +943,7 @@ def test_what_an_op_writes_as_a_whole_is_a_result_and_what_it_adds_to_is_none() 
     for name, moves in (*((name, True) for name in whole), ("aten.index_add_.default", False)):
         value = torch.rand(1000)
         made = [(called[name].writes[0], value.clone())]
-        Shaker().results(called[name], made)
+        Shaker().after(called[name], made)
         assert torch.equal(made[0][1], value) is not moves, name
 
 
@@ -1008,7 +1004,7 @@ def test_a_result_that_a_kernel_omits_is_none_of_a_run() -> None:
 
     with mock.patch("functional_cg.stages.trial.reference.evaluate", omitting):
         shaken: list[Tensor] = []
-        reference.run(Buffers([], [x], []), lambda number, value: shaken.append(value), Shaker())
+        reference.run(Buffers([], [x], []), lambda number, value: shaken.append(value), after=Shaker().after)
         assert torch.equal(reference.values(Buffers([], [x], []))[0], expected)
     torch.testing.assert_close(shaken[0], expected)
 
@@ -1016,7 +1012,7 @@ def test_a_result_that_a_kernel_omits_is_none_of_a_run() -> None:
 def test_a_perturbed_run_keeps_nothing_of_its_calls() -> None:
     reference = fcg.graph_fn(lambda x: x * 0.1 + 0.7).lower(torch.ones(3)).reference
     for _ in range(2):
-        reference.run(Buffers([], [torch.ones(3)], []), lambda number, value: None, Shaker())
+        reference.moved(Buffers([], [torch.ones(3)], []), [torch.ones(3)], Shaker())
         assert reference._unsure.keys() == set(reference._instrs)
 
 
@@ -1090,8 +1086,12 @@ def test_a_net_in_half_of_the_memory() -> None:
 def test_values_wait_on_the_host_where_the_device_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks: list[int] = []
     waited: list[Any] = []
-    take = HostMemory.take
-    monkeypatch.setattr(HostMemory, "take", lambda *given: waited.append(given) or take(*given))
+
+    def watched(values: Any, *, to_host: bool) -> Any:
+        waited.append(values)
+        return transferred(values, to_host=to_host)
+
+    monkeypatch.setattr("functional_cg.stages.trial.reference.transferred", watched)
     for room in (2**40, 2**27):
         monkeypatch.setattr("functional_cg.stages.trial.space.free_room", lambda buffers, room=room: room)
         train_step, state = batch_norms(16, "cuda")
@@ -1113,11 +1113,10 @@ def test_views_of_one_storage_come_back_as_such(device: str) -> None:
     views = [whole[2:].view(2, 11), whole.view(4, 6).t(), whole[5]]
     variables = [Var(n, BufferSpec.of(one), 7, one.storage_offset(), False) for n, one in enumerate(views)]
     expected = [view.clone() for view in views]
-    host = HostMemory()
     for _ in range(2):
-        host.put([*zip(variables, views, strict=True)])
+        host = transferred(dict(zip(variables, views, strict=True)), to_host=True)
         whole.zero_()  # it waits for the copy
-        back = dict(host.take(7))
+        back = transferred(host, to_host=False)
         assert [*back] == variables
         for view, value, var in zip(views, expected, variables, strict=True):
             assert_trees_all_equal(back[var], value)
@@ -1166,15 +1165,15 @@ class _Memory(TorchDispatchMode):
 def _most(reference: Any, buffers: Buffers) -> int:
     """The most bytes that a run takes at a time besides its buffers: counted, not planned."""
     memory = _Memory([*buffers.slots, *buffers.inputs, *buffers.constants])
-    put = HostMemory.put
 
-    def on_the_host(self: HostMemory, values: Any) -> None:
+    def on_the_host(values: Any, *, to_host: bool) -> Any:
+        if not to_host:
+            return transferred(values, to_host=False)
         with _disable_current_modes():
-            put(self, values)
-        memory.static += [
-            StorageWeakRef(b.untyped_storage()) for blocks, *_ in self._kept.values() for b in blocks
-        ]
+            found = transferred(values, to_host=True)
+        memory.static += [StorageWeakRef(one.untyped_storage()) for one in found.values()]
+        return found
 
-    with mock.patch.object(HostMemory, "put", on_the_host), memory:
+    with mock.patch("functional_cg.stages.trial.reference.transferred", on_the_host), memory:
         reference.run(buffers, lambda number, value: None)
     return memory.most

@@ -126,8 +126,10 @@ class Certified:
         lowered, trial, recorded = self._lowered, self._trial, self._recorded
         space = recorded.space if recorded else Space.of(lowered.reference, self._buffers, inputs=False)
         try:
-            metrics, found = trial.again(space, partial(self._replay, ()), recorded)
+            metrics, found = trial.compare(space, partial(self._replay, ()), recorded)
             _refuse(lowered, found, trial, call=self._calls)
+            if metrics is None:  # a rank that runs before all have found nothing would wait for the others
+                metrics = self._replay(())
         except BaseException as error:
             space.reset()
             # Of several ranks, the others wait for what this one has found.
@@ -144,7 +146,12 @@ class Certified:
         """Record what later comparisons run, if every rank can in little memory: small programs wait for the host."""
         trial, reference, buffers = self._trial, self._lowered.reference, self._buffers
         # Pages can leave the device.
-        if recorder is None or self.fresh or not trial.whole or any(arena.pages for arena in self._arenas):
+        if (
+            recorder is None
+            or self.fresh
+            or self._lowered.plan.one_by_one
+            or any(arena.pages for arena in self._arenas)
+        ):
             return None
         kept = sum(buffers.slots[out.slot].nbytes for out in reference.outputs if out.slot is not None)
         if trial.together(bool(trial.lacking) or reference.at_once + kept > _RECORDED):

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.stages.trial.judge import Judge
-from functional_cg.stages.trial.space import Space
 from functional_cg.testing import assert_trees_all_equal
 from tests.other_rounding import compile_wide
 from tests.pipelines.programs import ONE, Run, made, rows
@@ -132,9 +131,9 @@ def test_one_call_of_a_function_will_do_where_memory_is_too_little(
     rooms: Sequence[int | None], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the first micro-batch, activations of few others are there; on the last, of many."""
-    left = chain(*([room] * 6 for room in rooms[:-1]), repeat(rooms[-1]))
-    monkeypatch.setattr(Space, "room", lambda space: next(left))
-    monkeypatch.setattr(Space, "host", lambda space: 0)
+    left = chain(rooms[:1], *([room] * 6 for room in rooms[:-1]), repeat(rooms[-1]))
+    monkeypatch.setattr("functional_cg.stages.trial.space.free_room", lambda buffers: next(left))
+    monkeypatch.setattr("functional_cg.stages.trial.space.free_host_memory", lambda: 0)
     _, state, function = made(Run("gpipe", (), cuts=(2,), microbatches=4), ONE)
     step = fcg.graph_step(function, lowering=compile_wide)
     step(state, rows(0, 0))

@@ -7,7 +7,6 @@ of two elements is finite, or the difference overflows, the second is infinite; 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -29,11 +28,9 @@ class Distances:
     """
 
     def __init__(self) -> None:
-        # By device: pieces with their rows, and what they should be.
-        self._waiting: dict[torch.device, list[tuple[int, Tensor, Tensor]]] = {}
-        self._counts = Counter[torch.device]()  # how many elements they have
-        # Rows with their norms.
-        self._measured: list[tuple[Sequence[int], Tensor]] = []
+        self._waiting: list[tuple[int, Tensor, Tensor]] = []  # rows, pieces, and what they should be
+        self._count = 0  # how many elements they have
+        self._measured: list[tuple[Tensor, Tensor]] = []  # rows, each once, and their norms: f64[4, rows]
         self._unlike: list[int] = []
 
     def add(self, number: int, one: Tensor, expected: Tensor) -> None:
@@ -47,45 +44,37 @@ class Distances:
         if one.dtype is not expected.dtype or one.shape != expected.shape:
             self._unlike.append(number)
             return
-        waiting = self._waiting.setdefault(one.device, [])
         for piece, other in zip(_pieces(one), _pieces(expected), strict=True):
-            waiting.append((number, piece, other))
-            self._counts[one.device] += len(piece)
+            self._waiting.append((number, piece, other))
+            self._count += len(piece)
             # What is left of a large tensor would keep all of it alive.
-            if one.numel() > _AT_ONCE or self._counts[one.device] >= _AT_ONCE:
+            if one.numel() > _AT_ONCE or self._count >= _AT_ONCE:
                 self.measure()
 
     def known(self, count: int) -> tuple[Tensor, Tensor]:
         """Return the distances, f64[count, 2], and how far what was expected is from zero, 0 for integers."""
         self.measure()
-        found: list[Sequence[float]] = [()] * count
+        table = torch.zeros(4, count, dtype=torch.float64)
         for numbers, norms in self._measured:
-            for number, row in zip(numbers, norms.T.tolist(), strict=True):
-                found[number] = _together(found[number], row) if found[number] else row
-        found = [row or (0.0, 0.0, 0.0, 0.0) for row in found]
-        known, sizes = torch.tensor(found, dtype=torch.float64).view(count, 2, 2).unbind(1)
+            found = norms.cpu()
+            table[:2, numbers] = table[:2, numbers].hypot(found[:2])
+            table[2:, numbers] = table[2:, numbers].maximum(found[2:])
+        known, sizes = table.view(2, 2, count).permute(1, 2, 0).contiguous()
         known[self._unlike] = math.nan
         return known, sizes
 
     def measure(self) -> None:
         """Measure all that waits, without waiting for the GPU."""
-        for waiting in self._waiting.values():
-            if waiting:
-                numbers, ones, others = zip(*waiting, strict=True)
-                finite, apart, sizes = _parts(ones, others)
-                norms = [
-                    torch._foreach_norm(of, ord, torch.float64)
-                    for of, ord in ((finite, 2), (apart, math.inf), (sizes, 2), (sizes, math.inf))
-                ]
-                self._measured.append((numbers, torch.stack([*map(torch.stack, norms)])))
-                waiting.clear()
-        self._counts.clear()
-
-
-def _together(one: Sequence[float], other: Sequence[float]) -> Sequence[float]:
-    """Return the norms of two pieces of a tensor."""
-    (a, b, c, d), (apart, greatest, size, largest) = one, other
-    return math.hypot(a, apart), max(b, greatest), math.hypot(c, size), max(d, largest)
+        for device in {one.device for _, one, _ in self._waiting}:
+            here = [piece for piece in self._waiting if piece[1].device == device]
+            numbers, ones, others = zip(*here, strict=True)
+            finite, apart, sizes = _parts(ones, others)
+            norms = [
+                torch.stack(torch._foreach_norm(of, ord, torch.float64))
+                for of, ord in ((finite, 2), (sizes, 2), (apart, math.inf), (sizes, math.inf))
+            ]
+            self._measured.append((torch.tensor(numbers), torch.stack(norms)))
+        self._waiting, self._count = [], 0
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
@@ -122,21 +111,15 @@ def between(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> Distances:
     found = Distances()
     for number, (one, other) in enumerate(zip(outputs, expected, strict=True)):
         found.add(number, one, other)
+    found.measure()
     return found
 
 
-def rounded(specs: Sequence[BufferSpec]) -> tuple[Tensor, Tensor]:
-    """Return what rounding of a result itself explains: a part of its size, f64[n, 1], and at least so much, f64[n, 2].
+def rounded(spec: BufferSpec) -> tuple[float, float, float]:
+    """Return what rounding of a result itself explains: a part of its size, and at least so much in norm, by element.
 
-    Args:
-      specs: Shapes and dtypes of results; integers and flags do not round.
+    Integers and flags do not round.
     """
-    table = torch.tensor([_explained(spec) for spec in specs], dtype=torch.float64).view(-1, 3)
-    return table[:, :1], table[:, 1:]
-
-
-def _explained(spec: BufferSpec) -> tuple[float, float, float]:
-    """Return the part of its size, and at least how much: as a norm, and by element."""
     if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
         return 0.0, 0.0, 0.0
     info = torch.finfo(spec.dtype)

@@ -23,7 +23,7 @@ from ...errors import MiscompileError
 from ...messages.source import Location
 from ...state.arena import BufferSpec
 from ..plan import Buffers
-from .distances import Distances, between, rounded
+from .distances import between, rounded
 from .recorded import Recorded
 from .reference import Reference
 from .ulps import Shaker
@@ -107,7 +107,8 @@ class Judge:
 
     def __init__(self, reference: Reference, together: Callable[[bool], bool]) -> None:
         self._reference, self._together = reference, together
-        self._part, self._least = rounded([out.var.spec for out in reference.outputs])
+        explained = [rounded(out.var.spec) for out in reference.outputs]
+        self._part, self._least = torch.tensor(explained, dtype=torch.float64).view(-1, 3).split([1, 2], 1)
         self._known = torch.zeros(())  # what rounding has explained of each output, as a part of its size
         self.share, self.runs = 0.0, 0
 
@@ -154,7 +155,7 @@ class Judge:
                         moved = recorded.moved()
                     else:
                         shaker = Shaker(most, decisions, leans=number % 2 == 0, dice=dice)
-                        moved = self._moved(expected, buffers, shaker)
+                        moved, _ = self._reference.moved(buffers, expected, shaker).known(len(expected))
                 except torch.OutOfMemoryError:
                     raise
                 except Exception as error:  # a kernel refuses perturbed values, which then explain nothing
@@ -170,9 +171,3 @@ class Judge:
             for out, (apart, limit), is_wrong in zip(outs, rows, wrong.tolist(), strict=True)
             if is_wrong
         ]
-
-    def _moved(self, expected: Sequence[Tensor], buffers: Buffers, shaker: Shaker) -> Tensor:
-        """Return how far the outputs of the program move if its calls are perturbed."""
-        found = Distances()
-        self._reference.run(buffers, lambda n, value: found.add(n, value, expected[n]), shaker)
-        return found.known(len(expected))[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 
 from torch import Tensor
 
@@ -29,7 +30,6 @@ class Recorded:
         self, reference: Reference, space: Space, outputs: Sequence[Tensor], record: Callable[[Run], Replay]
     ) -> None:
         self.space, self._count = space, len(outputs)
-        self._replays: list[Replay] = []
         # The recorded runs refer to what they measure, and not to the comparison.
         self._measured = measured = {"apart": Distances(), "moved": Distances()}
 
@@ -39,39 +39,37 @@ class Recorded:
 
         def measure(before: Before) -> Sequence[Tensor]:
             measured["apart"] = between(outputs, expected)
-            measured["apart"].measure()
             return ()
 
         def shake(before: Before) -> Sequence[Tensor]:
-            measured["moved"] = moved = Distances()
-            reference.run(space.buffers, lambda n, one: moved.add(n, one, expected[n]), Shaker(leans=True))
-            moved.measure()
+            measured["moved"] = reference.moved(space.buffers, expected, Shaker(leans=True))
             return ()
 
-        try:
-            self._replays.append(record(program))
+        with ExitStack() as graphs:  # if one cannot be recorded, those before it are freed
+
+            def recorded(run: Run) -> Replay:
+                return graphs.enter_context(closing(record(run)))
+
+            self._program = recorded(program)
             expected = self.expect()
-            self._replays += [record(measure), record(shake)]
-        except BaseException:
-            self.close()
-            raise
+            self._measure, self._shake = recorded(measure), recorded(shake)
+            self._graphs = graphs.pop_all()
 
     def expect(self) -> Sequence[Tensor]:
         """Keep the values of the buffers, run the program, and return its outputs, which its next run overwrites."""
-        return self._replays[0](())
+        return self._program(())
 
     def apart(self) -> tuple[Tensor, Tensor]:
         """Return how far the outputs of the replay are from those of the program, and the size of the latter."""
-        self._replays[1](())
+        self._measure(())
         return self._measured["apart"].known(self._count)
 
     def moved(self) -> Tensor:
         """Return how far the program's outputs move if the results of each call lean by an ulp."""
-        self._replays[2](())
+        self._shake(())
         return self._measured["moved"].known(self._count)[0]
 
     def close(self) -> None:
         """Free the graphs and their memory."""
-        for replay in self._replays:
-            replay.close()
-        self._measured = {}
+        self._graphs.close()
+        self._measured.clear()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -19,17 +18,20 @@ from ..passes.fused import at_places, group_size
 from ..plan import Buffers
 from ..program import Instr, Program, Var, live, written_storages
 from ..sub_programs import calls_of
-from .host_memory import HostMemory
-from .ulps import Bounds, Shaker, bounds_of, copies_arguments, within
+from .distances import Distances
+from .offload import offloads, transferred
+from .ulps import Bounds, Shaker, bounds_of, copies_arguments
 from .unchecked import Unchecked, moved_checks
 
-__all__ = ["Output", "Reference", "Watch"]
+__all__ = ["After", "Before", "Output", "Reference", "ignore"]
 
-# Gets each call of a run, with what it makes.
-Watch = Callable[[Instr, Sequence[tuple[Var, Tensor]]], None]
+_Values = dict[Var, Tensor]
+# Hooks of a run: one returns the call to run, and its arguments; the other gets the call, with what it makes.
+Before = Callable[[Instr, _Values], tuple[Instr, _Values]]
+After = Callable[[Instr, Sequence[tuple[Var, Tensor]]], None]
 
 _library = torch.library.Library("fcg", "FRAGMENT")
-_library.define("shown(Tensor value) -> ()")
+_library.define("shown(Tensor value, int number) -> ()")
 _SHOWN = torch.ops.fcg.shown.default  # marks where a run hands an output to its observer
 
 
@@ -46,6 +48,14 @@ class Output:
     name: str
     var: Var
     slot: int | None = None
+
+
+def _as_it_is(instr: Instr, values: _Values) -> tuple[Instr, _Values]:
+    return instr, values
+
+
+def ignore(*given: object) -> None:
+    """Do nothing: a run without a hook."""
 
 
 class Reference:
@@ -66,7 +76,7 @@ class Reference:
         self.outputs = [*outputs] or [Output(name, var) for name, var in program.named_results()]
         self.outputs += [Output(name, new, i) for i, (name, old, new) in enumerate(leaves) if old is not new]
         # The storages that leave for the host before a call, by its place.
-        self._aside: Mapping[int, Sequence[int]] = {}
+        self._leaving: Mapping[int, Sequence[int]] = {}
 
     @cached_property  # like those below: a step that is not compiled needs few of them
     def unchecked(self) -> Unchecked:
@@ -78,13 +88,12 @@ class Reference:
         """The calls that outputs need, with a call that shows each output after the last write to it."""
         instrs, _ = live(calls_of(self.program.instrs), [out.var for out in self.outputs])
         instrs = [one for instr in instrs for one in _leaf_by_leaf(instr)]
-        last: dict[int, int] = {}
-        for number, instr in enumerate(instrs):
-            last |= dict.fromkeys((var.storage for var in (*instr.outputs(), *instr.writes)), number)
+        writes = enumerate((*instr.outputs(), *instr.writes) for instr in instrs)
+        last = {var.storage: number for number, written in writes for var in written}
         shown: dict[int, list[Instr]] = {}
-        for var in dict.fromkeys(out.var for out in self.outputs):
-            call = Instr(_SHOWN, (var,), {}, None, (), None)
-            shown.setdefault(last.get(var.storage, -1), []).append(call)
+        for number, out in enumerate(self.outputs):
+            call = Instr(_SHOWN, (out.var, number), {}, None, (), None)
+            shown.setdefault(last.get(out.var.storage, -1), []).append(call)
         calls = [call for number, instr in enumerate(instrs) for call in (instr, *shown.get(number, ()))]
         return [*shown.get(-1, ()), *calls]
 
@@ -103,20 +112,21 @@ class Reference:
         return last_uses(self._instrs)
 
     @cached_property
-    def _written(self) -> set[int]:
+    def _written(self) -> list[Var]:
+        """The constants that calls write, each run in copies of its own."""
         written = written_storages(self._instrs)
-        return {i for i, c in enumerate(self.program.constants) if c.var.storage in written}
+        return [one.var for one in self.program.constants if one.var.storage in written]
 
     @cached_property
     def _sizes(self) -> dict[int, int]:
         """Bytes of each storage that a run makes."""
-        static = {var.storage for var in self._bound_vars()}
+        static = {var.storage for var in self._static()}
         return {one: size for one, size in storage_bytes(self._instrs).items() if one not in static}
 
     @cached_property
     def _memory(self) -> tuple[int, int]:
         """Bytes that a run holds at most, and those of the copies that it makes beside them."""
-        constants = sum(self.program.constants[one].var.spec.nbytes for one in self._written)
+        constants = sum(var.spec.nbytes for var in self._written)
         beside = max(map(_copied, self._instrs), default=0) + constants
         return peak_bytes(self._instrs, (), self._sizes), beside
 
@@ -130,13 +140,13 @@ class Reference:
         """Bytes that a run takes at most whose outputs stay on the device."""
         return self.kept + sum(self._memory)
 
-    def values(self, buffers: Buffers, *, on_host: bool = False, watch: Watch | None = None) -> list[Tensor]:
+    def values(self, buffers: Buffers, *, on_host: bool = False, after: After = ignore) -> list[Tensor]:
         """Run the program, and return its outputs, each in memory of its own.
 
         Args:
           buffers: Slots, inputs and constants from before the call.
           on_host: Whether to keep the outputs on the host, where they leave the device's memory to other runs.
-          watch: Called for each call of the program with what it makes.
+          after: As for :meth:`run`.
         """
         values: dict[int, Tensor] = {}
         in_buffers: dict[int, Tensor] = {}  # they stay there until the end, and are copied together
@@ -149,53 +159,71 @@ class Reference:
             else:
                 values[number] = value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
-        self.run(buffers, keep, watch=watch)
+        self.run(buffers, keep, after=after)
         own = {number: torch.empty_like(value) for number, value in in_buffers.items()}
         for copy in copies([*own.values()], [*in_buffers.values()]):
             copy()
         values |= own
         return [values[number] for number in range(len(self.outputs))]
 
+    def moved(self, buffers: Buffers, expected: Sequence[Tensor], shaker: Shaker) -> Distances:
+        """Return how far the outputs move if the results of calls are perturbed.
+
+        Args:
+          buffers: Slots, inputs and constants.
+          expected: The outputs.
+          shaker: Perturbs the results; arguments that calls check stay within the bounds that they have without it.
+        """
+        bounds: dict[Instr, dict[Var, Bounds]] = {}
+        if self._checks:
+
+            def note(instr: Instr, values: _Values) -> tuple[Instr, _Values]:
+                bounds[instr] = {var: bounds_of(values[var]) for var in self._checks.get(instr, ())}
+                return instr, values
+
+            self.run(buffers, ignore, before=note)
+        found = Distances()
+        self.run(
+            buffers,
+            lambda number, value: found.add(number, value, expected[number]),
+            before=partial(shaker.before, bounds),
+            after=shaker.after,
+        )
+        found.measure()
+        return found
+
     def run(
         self,
         buffers: Buffers,
         see: Callable[[int, Tensor], None],
-        shaker: Shaker | None = None,
-        watch: Watch | None = None,
-        bounds: dict[tuple[Instr, Var], Bounds | None] | None = None,
+        *,
+        before: Before = _as_it_is,
+        after: After = ignore,
     ) -> None:
         """Run the program once.
 
         Args:
           buffers: Slots, inputs and constants.
           see: Called as ``see(number, value)`` once per output, in any order; it may keep small values for a while.
-          shaker: Perturbs the results of calls by ulps.
-          watch: Called for each call with what it makes.
-          bounds: Of arguments that calls check. A run without a shaker notes them; one with a shaker keeps to them.
+          before: Called for each call, with the values of all variables.
+          after: Called for each call, with what it makes; it may overwrite that.
         """
-        if shaker is not None and bounds is None and self._checks:
-            bounds = {}
-            self.run(buffers, lambda number, value: None, bounds=bounds)
-        numbers: dict[Var, list[int]] = {}
-        for number, out in enumerate(self.outputs):
-            numbers.setdefault(out.var, []).append(number)
-        values, host = self._bound(buffers), HostMemory()
+        given = [*buffers.slots, *buffers.inputs, *buffers.constants]
+        values, away = dict(zip(self._static(), given, strict=True)), dict[int, dict[Var, Tensor]]()
         static = frozenset(values)
+        values |= {var: values[var].clone() for var in self._written}
         with quiet():
             for place, instr in enumerate(self._instrs):
-                for storage in self._aside.get(place, ()):
-                    host.put([(var, values.pop(var)) for var in list(values) if var.storage == storage])
-                if self._aside:
-                    for var in instr.inputs():
-                        values.update(host.take(var.storage))
+                for storage in self._leaving.get(place, ()):
+                    leaving = [var for var in values if var.storage == storage]
+                    away[storage] = transferred({var: values.pop(var) for var in leaving}, to_host=True)
+                for storage in away.keys() & _touched(instr):
+                    values |= transferred(away.pop(storage), to_host=False)
                 if instr.op is _SHOWN:
-                    (var,) = instr.inputs()
-                    for number in numbers[var]:
-                        see(number, values[var])
-                elif watch is None:
-                    self._call(instr, values, static, shaker, bounds)
-                else:  # no name is bound to what is made: it would stay for another call
-                    watch(instr, self._call(instr, values, static, shaker, bounds))
+                    var, number = instr.args
+                    see(number, values[var])
+                else:
+                    self._call(instr, values, static, before, after)
                 for var in self._dead.get(place, ()):
                     values.pop(var, None)
 
@@ -218,48 +246,20 @@ class Reference:
         Returns:
           Bytes that are lacking: those of the call that takes most, or of what would have to wait.
         """
-        peak, beside = self._memory
-        if peak + beside <= room:
-            self._aside = {}
-            return 0
-        takes = (sum(self._sizes.get(one, 0) for one in _touched(instr)) for instr in self._instrs)
+        _, beside = self._memory
+        needed = [_touched(instr) & self._sizes.keys() for instr in self._instrs]
+        takes = (sum(map(self._sizes.__getitem__, storages)) for storages in needed)
         lacking = max(takes, default=0) + beside - room
         if lacking > 0:
             return lacking
-        self._aside, waiting = self._set_aside(room - beside)
+        self._leaving, waiting = offloads(needed, self._sizes, room - beside)
         return max(waiting - host, 0)
-
-    def _set_aside(self, room: int) -> tuple[dict[int, list[int]], int]:
-        """Return which storages leave the device before which calls, and the bytes that wait at a time.
-
-        Source: Belady 1966, "A study of replacement algorithms for a virtual-storage computer".
-        """
-        uses: dict[int, list[int]] = {}
-        for place, instr in enumerate(self._instrs):
-            for storage in _touched(instr):
-                if storage in self._sizes:
-                    uses.setdefault(storage, []).append(place)
-        here, waiting, most = set[int](), set[int](), 0
-        aside: dict[int, list[int]] = {}
-        for place, instr in enumerate(self._instrs):
-            needed = _touched(instr) & uses.keys()
-            waiting -= needed
-            here |= needed
-            while sum(self._sizes[one] for one in here) > room:
-                next_use = {one: uses[one][bisect_right(uses[one], place)] for one in here - needed}
-                latest = max(next_use, key=next_use.__getitem__)
-                aside.setdefault(place, []).append(latest)
-                here.remove(latest)
-                waiting.add(latest)
-            here -= {one for one in here if uses[one][-1] <= place}
-            most = max(most, sum(self._sizes[one] for one in waiting))
-        return aside, most
 
     def raises_at(self, buffers: Buffers) -> Location | None:
         """Return the user's line whose call raises on these buffers; None if no call raises."""
         done: list[Instr] = []
         try:
-            self.run(buffers, lambda number, value: None, watch=lambda instr, made: done.append(instr))
+            self.run(buffers, ignore, after=lambda instr, made: done.append(instr))
         except Exception:  # whatever a kernel raises
             return [instr for instr in self._instrs if instr.op is not _SHOWN][len(done)].site
         return None
@@ -268,41 +268,23 @@ class Reference:
         """Return the user's line that computes a variable."""
         return next((instr.site for instr in self._instrs if var in set(instr.outputs())), None)
 
-    def _bound_vars(self) -> list[Var]:
+    def _static(self) -> list[Var]:
         program = self.program
         return [*program.slots, *program.inputs, *(constant.var for constant in program.constants)]
 
-    def _bound(self, buffers: Buffers) -> dict[Var, Tensor]:
-        own = [one.clone() if i in self._written else one for i, one in enumerate(buffers.constants)]
-        return dict(zip(self._bound_vars(), [*buffers.slots, *buffers.inputs, *own], strict=True))
-
     def _call(
-        self,
-        instr: Instr,
-        values: dict[Var, Tensor],
-        static: Iterable[Var],
-        shaker: Shaker | None,
-        bounds: dict[tuple[Instr, Var], Bounds | None] | None,
-    ) -> list[tuple[Var, Tensor]]:
-        """Run a call, and return what it makes."""
-        given, turned = values, self._unsure[instr]
-        checked = self._checks.get(instr, ()) if bounds is not None else ()
-        if bounds is not None and shaker is None:
-            bounds.update({(instr, var): bounds_of(values[var]) for var in checked})
-        if shaker is not None:
-            kept = {var: within(values[var], bounds[instr, var]) for var in checked} if bounds else {}
-            instr, moved = shaker.scalars(instr), shaker.arguments(instr, values)
-            given = values | moved | kept if moved or kept else values
-        result = evaluate(instr, given.__getitem__)
+        self, instr: Instr, values: dict[Var, Tensor], static: Set[Var], before: Before, after: After
+    ) -> None:
+        """Run a call. No name is bound to what it makes any longer: that would stay for another call."""
+        called, given = before(instr, values)
+        turned = self._unsure[instr]
         made = [
             (var, laid_out(one, var.spec.stride) if var in turned else one)
-            for var, one in assigned(instr.out, result)
+            for var, one in assigned(instr.out, evaluate(called, given.__getitem__))
             if var not in static and one is not None
         ]
         values.update(made)
-        if shaker is not None:
-            shaker.results(instr, made)
-        return made
+        after(instr, made)
 
 
 def _touched(instr: Instr) -> set[int]:

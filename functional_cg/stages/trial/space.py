@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -33,9 +33,8 @@ class Space:
       buffers: The buffers.
       ample: Whether the device has room for the copies and for a run of the program; if not, the host keeps the
         copies, and the outputs of the program.
-      written: The tensors that may be written and have copies.
+      written: The tensors that may be written.
       values: Copies of their values.
-      zeros: Those without, as they are all zeros, which a host need not keep: an optimizer's moments at first.
       free: The tensors that may hold any value, each with a number of its own, and whether it is a leaf.
     """
 
@@ -43,28 +42,27 @@ class Space:
     ample: bool
     written: Sequence[Tensor]
     values: Sequence[Tensor]
-    zeros: Sequence[Tensor]
     free: Sequence[tuple[Tensor, int, bool]]
 
     @classmethod
     def of(cls, reference: Reference, buffers: Buffers, *, inputs: bool) -> Self:
         """Keep the values of the slots that a step writes, and of its inputs, if they will be written, too."""
-        slots = [out.slot for out in reference.outputs if out.slot is not None]
-        given = [(buffers.slots[slot], slot, True) for slot in slots]
-        free = [one for one in given if reference.unchecked.slots[one[1]]]
+        unchecked, slots = (
+            reference.unchecked,
+            [out.slot for out in reference.outputs if out.slot is not None],
+        )
+        given = [(buffers.slots[slot], unchecked.slots[slot], slot, True) for slot in slots]
         if inputs:
-            staged = [(one, -1 - number, False) for number, one in enumerate(buffers.inputs)]
-            free += [one for one, is_free in zip(staged, reference.unchecked.inputs, strict=True) if is_free]
-            given += staged
-        written, room = [one for one, _, _ in given], free_room(buffers)
+            staged = enumerate(zip(buffers.inputs, unchecked.inputs, strict=True))
+            given += [(one, is_free, -1 - number, False) for number, (one, is_free) in staged]
+        free = [(one, number, leaf) for one, is_free, number, leaf in given if is_free]
+        written, room = [one for one, *_ in given], free_room(buffers)
         copied = _FOR_VALUES * sum(one.nbytes for one in written)
         ample = room is None or copied + reference.at_once < room - room // _FOR_WORKSPACES
-        is_zero = [not ample and _is_zero(one) for one in written]
-        zeros = [one for one, zero in zip(written, is_zero, strict=True) if zero]
-        written = [one for one, zero in zip(written, is_zero, strict=True) if not zero]
-        values = [torch.empty_like(one, device=one.device if ample else "cpu") for one in written]
-        space = cls(buffers, ample, written, values, zeros, free)
-        space.keep()
+        values = [torch.empty_like(one) if ample else _on_host(one) for one in written]
+        space = cls(buffers, ample, written, values, free)
+        if ample:
+            space.keep()
         return space
 
     def keep(self) -> None:
@@ -73,7 +71,7 @@ class Space:
 
     def reset(self) -> None:
         """Restore the values that were kept."""
-        uninterrupted([*copies(self.written, self.values), *(one.zero_ for one in self.zeros)])
+        uninterrupted(copies(self.written, self.values))
 
     def vary(self, kind: str) -> None:
         """Put other values in the buffers, made from those of the call."""
@@ -81,20 +79,21 @@ class Space:
         for tensor, number, leaf in self.free:
             vary(tensor, kind, number, leaf=leaf)
 
-    def room(self) -> int | None:
-        """Return the bytes that the reference may take; None for no limit."""
+    def lacks(self, reference: Reference) -> int:
+        """Return the bytes that a reference lacks for a run whose outputs are kept on the host."""
         room = free_room(self.buffers)
-        return None if room is None else room - room // _FOR_WORKSPACES
+        if room is None:
+            return 0
+        host = free_host_memory() // _OF_THE_HOST - reference.kept
+        return max(reference.fit(room - room // _FOR_WORKSPACES, host=host), -host)
 
-    def host(self) -> int:
-        """Return the bytes of host memory that it may take."""
-        return free_host_memory() // _OF_THE_HOST
 
-
-def _is_zero(slot: Tensor) -> bool:
-    """Whether all bits are 0: -0.0 is not 0.0."""
-    integer = _INTEGERS.get(slot.itemsize)
-    return integer is not None and not slot.view(integer).any()
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return a copy on the host; zeros, such as an optimizer's moments at first, take no memory. -0.0 is not 0.0."""
+    integer = _INTEGERS.get(tensor.itemsize)
+    if integer is not None and not tensor.view(integer).any():
+        return tensor.new_zeros(()).expand_as(tensor)
+    return tensor.to("cpu", copy=True)
 
 
 def device_of(buffers: Buffers) -> torch.device:
@@ -108,9 +107,8 @@ def free_room(buffers: Buffers) -> int | None:
     device = device_of(buffers)
     if device.type != "cuda":
         return None
-    stats: dict[str, Any] = torch.cuda.memory_stats(device)
-    cached = int(stats["reserved_bytes.all.current"]) - int(stats["allocated_bytes.all.current"])
-    return int(torch.cuda.mem_get_info(device)[0]) + cached
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def free_host_memory() -> int:

@@ -20,7 +20,7 @@ from ..plan import Buffers, Plan
 from ..program import Program
 from .judge import Difference, Judge
 from .recorded import Recorded
-from .reference import Output, Reference, Watch
+from .reference import After, Output, Reference, ignore
 from .space import Space
 from .variants import KINDS, OVERFLOW, Finite, overflows
 
@@ -78,10 +78,7 @@ class Trial:
       lacking: Bytes of memory that the reference lacks; if not 0, nothing was compared.
       share: The largest difference found, as a fraction of what rounding explains.
       kind: Which values it was found on; empty for those of the call.
-      whole: Whether it compares the plan as a whole, and so may compare a replay of it.
     """
-
-    whole = True
 
     def __init__(self, reference: Reference, plan: Plan, together: Callable[[bool], bool]) -> None:
         self._reference, self._plan, self.together = reference, plan, together
@@ -122,7 +119,7 @@ class Trial:
           space: The buffers that the plan and the program run on.
         """
         usual = Finite()
-        _, found = self._on_its_own(space, partial(self._run, space), watch=usual)
+        _, found = self.compare(space, partial(self._run, space), after=usual)
         if self.together(bool(found)) or self.lacking:
             return found
         half = self.together(overflows(self._reference.program))
@@ -135,47 +132,30 @@ class Trial:
         self.lacking = 0  # there was enough memory for the values of the call
         return []
 
-    def again(
+    def compare(
         self,
         space: Space,
         run: Callable[[], Sequence[Tensor]],
         recorded: Recorded | None = None,
-    ) -> tuple[Sequence[Tensor], list[Difference]]:
-        """Compare what a run makes of the values in the buffers; return its metrics, and the differences.
-
-        If there are none, the slots hold what the run has made of them.
+        after: After = ignore,
+    ) -> tuple[Sequence[Tensor] | None, list[Difference]]:
+        """Compare what a run makes of the values in the buffers.
 
         Args:
           space: The buffers.
-          run: Runs the plan and returns the metrics, which a later run may overwrite.
+          run: Runs the plan and returns the metrics, which a later run may overwrite; if memory is too little for a
+            comparison, it does not run.
           recorded: The comparison, if it is recorded.
-        """
-        metrics, found = self._on_its_own(space, run, recorded)
-        if metrics is None:  # a rank that runs alone would wait for the others
-            metrics = () if self.together(bool(found)) else run()
-        return metrics, found
-
-    def _on_its_own(
-        self,
-        space: Space,
-        run: Callable[[], Sequence[Tensor]],
-        recorded: Recorded | None = None,
-        watch: Watch | None = None,
-    ) -> tuple[Sequence[Tensor] | None, list[Difference]]:
-        """Return the metrics of a run, None if the slots do not hold what it made, and the differences.
-
-        Args:
-          space: As for :meth:`again`.
-          run: Likewise; it does not run if memory is too little for a comparison.
-          recorded: Likewise.
-          watch: Called for each call of the program with what it makes.
+          after: Called for each call of the program with what it makes.
+        Returns:
+          The metrics, None if the slots do not hold what the run has made, and the differences.
         """
         if recorded is not None:
             self.lacking, expected = 0, recorded.expect()
-        elif self._lacks(space):
+        elif self._is_lacking(0 if space.ample else space.lacks(self._reference)):
             return None, []
         else:
-            expected = self._reference.values(space.buffers, on_host=not space.ample, watch=watch)
+            expected = self._reference.values(space.buffers, on_host=not space.ample, after=after)
         metrics = run()
         outputs = self._reference.made(metrics, space.buffers.slots)
         found = self._judge.compare(outputs, expected, space.buffers, space.reset, recorded=recorded)
@@ -192,19 +172,20 @@ class Trial:
         """
         finite, expected = Finite(), list[Tensor]()
         try:
-            expected = self._reference.values(space.buffers, on_host=not space.ample, watch=finite)
+            expected = self._reference.values(space.buffers, on_host=not space.ample, after=finite)
         except Exception as error:  # a kernel refuses the values
             _log.debug("not compared on %s values: %s", kind, error)
-        if self.together(not expected or not finite.ends() <= usual.ends()):
+        (end, meet), (usual_end, usual_meet) = finite.found(), usual.found()
+        if self.together(not expected or not end <= usual_end):
             return []
-        judge, unclear = Judge(self._reference, self.together), finite.unclear(usual.meets())
+        judge, unclear = Judge(self._reference, self.together), finite.unclear(meet - usual_meet)
         made = self._reference.made(self._run(space), space.buffers.slots)
         outs = zip(self._reference.outputs, made, expected, strict=True)
         made = [other if out.var.storage in unclear else one for out, one, other in outs]
         return judge.compare(made, expected, space.buffers, partial(space.vary, kind), times=_GROSS)
 
-    def _lacks(self, space: Space) -> bool:
-        lack = 0 if space.ample else _lack(self._reference, space)
+    def _is_lacking(self, lack: int) -> bool:
+        """Note the bytes that are lacking here; return whether any are, on any rank."""
         self.lacking = max(lack, 1) if self.together(lack > 0) else 0
         return bool(self.lacking)
 
@@ -221,14 +202,12 @@ class TrialOfFunctions(Trial):
     is too little for one of these calls, the other one is enough.
     """
 
-    whole = False
-
-    def _on_its_own(
+    def compare(
         self,
         space: Space,
         run: Callable[[], Sequence[Tensor]],
         recorded: Recorded | None = None,
-        watch: Watch | None = None,
+        after: After = ignore,
     ) -> tuple[None, list[Difference]]:
         found = self._compared(space)
         space.reset()
@@ -244,9 +223,10 @@ class TrialOfFunctions(Trial):
         def see(part: Program, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> None:
             outputs = [Output(f"{part.function}  {var.spec}", var) for var in part.outputs]
             reference = Reference(replace(part, outputs=[]), outputs)
-            lack = _lack(reference, space)
+            lack = space.lacks(reference)
             lacks[part] = min(lack, lacks.get(part, lack))
-            if lack or (kind and not all(map(_is_finite, (*arguments, *results)))):
+            numbers = (one for one in (*arguments, *results) if one.is_floating_point())
+            if lack or (kind and not all(one.isfinite().all() for one in numbers)):
                 return
             judge, buffers = Judge(reference, lambda flag: flag), Buffers((), arguments, ())
             expected, times = reference.values(buffers, on_host=True), _GROSS if kind else 1.0
@@ -256,16 +236,5 @@ class TrialOfFunctions(Trial):
 
         with self._plan.watched(see):
             self._run(space)
-        lack = max(lacks.values(), default=0)
-        self.lacking = max(lack, 1) if self.together(lack > 0) else 0
+        self._is_lacking(max(lacks.values(), default=0))
         return found
-
-
-def _lack(reference: Reference, space: Space) -> int:
-    """Return the bytes that a reference lacks for a run whose outputs are kept on the host."""
-    kept, room = reference.kept, space.room()
-    return 0 if room is None else max(reference.fit(room, host=space.host() - kept), kept - space.host())
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(tensor.isfinite().all())

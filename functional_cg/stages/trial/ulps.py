@@ -16,9 +16,10 @@ Source: Parker 1997, "Monte Carlo Arithmetic: exploiting randomness in floating-
 
 from __future__ import annotations
 
+import ctypes
 import math
 import random
-import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -30,13 +31,14 @@ from ...tensors.op_table import row_of
 from ...tensors.ulps import AWAY_FROM_ZERO, DOWN, MOVABLE, TO_ZERO, UP, move
 from ..program import Instr, Var
 
-__all__ = ["INTEGERS", "Bounds", "Shaker", "bounds_of", "copies_arguments", "within"]
+__all__ = ["INTEGERS", "ORDERED", "Bounds", "Shaker", "bounds_of", "copies_arguments"]
 
 Bounds = tuple[Tensor, Tensor]  # the least and the greatest number, without dimensions
 
 _WIDE = MappingProxyType({torch.bfloat16: torch.float32, torch.float16: torch.float32})
 _MOST_NARROW = 8  # ulps of a 16-bit dtype: more would change the number too much
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+ORDERED = frozenset({*MOVABLE, *INTEGERS, torch.bool})  # dtypes whose numbers have bounds
 _TF32 = 2.0**-11  # relative rounding of its factors
 _IN_A_ROW = 16  # terms that are summed in a fixed order: in a vector unit, in a tile of a product
 
@@ -59,14 +61,22 @@ class Shaker:
     leans: bool = False
     dice: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def arguments(self, instr: Instr, values: dict[Var, Tensor]) -> dict[Var, Tensor]:
+    def before(
+        self, bounds: Mapping[Instr, Mapping[Var, Bounds]], instr: Instr, values: dict[Var, Tensor]
+    ) -> tuple[Instr, dict[Var, Tensor]]:
+        """Return the call with other arguments, of which those that have bounds stay within them."""
+        kept = {var: _within(values[var], known) for var, known in bounds.get(instr, {}).items()}
+        moved = self.arguments(instr, values) | kept
+        return self.scalars(instr), values | moved if moved else values
+
+    def arguments(self, instr: Instr, values: Mapping[Var, Tensor]) -> dict[Var, Tensor]:
         """Return perturbed arguments that replace some of a call's own."""
         most = self.decisions if _decides(instr) else self.most if row_of(instr.op).cancels else 0
         if not most:
             return {}
         moved = {}
         for var in dict.fromkeys(instr.inputs()):
-            if var in values and values[var].dtype in MOVABLE and var not in instr.writes:
+            if values[var].dtype in MOVABLE and var not in instr.writes:
                 moved[var] = values[var].clone()
                 self.move(moved[var], most, 0.0)
         return moved
@@ -83,7 +93,7 @@ class Shaker:
             return value
         return value * (1.0 + self.dice.randint(-self.most, self.most) * 2.0**-24)
 
-    def results(self, instr: Instr, made: list[tuple[Var, Tensor]]) -> None:
+    def after(self, instr: Instr, made: Sequence[tuple[Var, Tensor]]) -> None:
         """Perturb the results of a call, in place."""
         if row_of(instr.op).moves or instr.is_view:
             return
@@ -112,11 +122,8 @@ class Shaker:
 
 
 def _is_single(value: float) -> bool:
-    """Whether float32 holds a number exactly."""
-    try:
-        return struct.unpack("f", struct.pack("f", value))[0] == value  # type: ignore[no-any-return]
-    except OverflowError:
-        return True
+    """Whether float32 holds a number exactly, or not at all."""
+    return ctypes.c_float(value).value in (value, math.inf, -math.inf)
 
 
 def _flat_in_memory(tensor: Tensor) -> Tensor | None:
@@ -128,22 +135,16 @@ def _flat_in_memory(tensor: Tensor) -> Tensor | None:
     return flat.view(-1) if flat.is_contiguous() else None
 
 
-def bounds_of(value: Tensor) -> Bounds | None:
-    """Return the least and the greatest number of a tensor; None if nobody can say."""
-    if value.dtype is torch.bool:
-        return value.all(), value.any()
-    if not value.numel() or not (value.dtype in MOVABLE or value.dtype in INTEGERS):
-        return None
+def bounds_of(value: Tensor) -> Bounds:
+    """Return the least and the greatest number of a tensor; infinite ones if it holds NaN."""
     low, high = value.aminmax()
-    if value.dtype in INTEGERS:
+    if not value.is_floating_point():
         return low, high
     return low.nan_to_num(-math.inf, math.inf, -math.inf), high.nan_to_num(math.inf, math.inf, -math.inf)
 
 
-def within(value: Tensor, bounds: Bounds | None) -> Tensor:
+def _within(value: Tensor, bounds: Bounds) -> Tensor:
     """Return a tensor whose numbers are within bounds."""
-    if bounds is None:
-        return value
     low, high = bounds
     return (value | low) & high if value.dtype is torch.bool else value.clamp(low, high)
 
@@ -154,13 +155,9 @@ def copies_arguments(instr: Instr) -> bool:
 
 
 def _decides(instr: Instr) -> bool:
-    """Whether a call maps many values to few: a comparison, a rounding, a sort."""
-    return row_of(instr.op).decides or _narrows(instr)
-
-
-def _narrows(instr: Instr) -> bool:
-    """Whether a call is a cast to a non-floating or 8-bit dtype, which rounds to few values."""
-    return instr.name == "_to_copy" and all(out.spec.dtype not in MOVABLE for out in instr.outputs())
+    """Whether a call maps many values to few: a comparison, a sort, a cast to a non-floating or 8-bit dtype."""
+    narrows = instr.name == "_to_copy" and all(out.spec.dtype not in MOVABLE for out in instr.outputs())
+    return row_of(instr.op).decides or narrows
 
 
 def _spread(instr: Instr, result: Tensor) -> float:
@@ -188,6 +185,5 @@ def _terms(instr: Instr, result: Tensor, *, product: bool) -> float:
 
 def _in_tf32(name: str, result: Tensor) -> bool:
     """Whether a product may round its factors to TF32; convolutions do by torch's default."""
-    if not result.is_cuda or result.dtype != torch.float32:
-        return False
-    return name.startswith("convolution") or torch.get_float32_matmul_precision() != "highest"
+    may = name.startswith("convolution") or torch.get_float32_matmul_precision() != "highest"
+    return may and result.is_cuda and result.dtype == torch.float32

@@ -12,7 +12,7 @@ through comparisons, too. So it does behind a number that is counted: how many f
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -20,7 +20,7 @@ from ...tensors.op_table import row_of
 from ...tensors.ulps import MOVABLE
 from ..program import Instr, Program, Var
 from ..sub_programs import calls_of
-from .ulps import INTEGERS
+from .ulps import INTEGERS, ORDERED
 
 __all__ = ["Unchecked", "moved_checks"]
 
@@ -46,45 +46,38 @@ class Unchecked:
         Walks the calls backwards: the values that a checked value is computed from count as checked, too. A warm-up
         runs more than once, so the new value of a checked slot counts as well; its inputs are those of the call.
         """
-        calls, checked = calls_of(program.instrs)[::-1], _Checked()
-        of_slots = of_inputs = checked.by(calls)
-        sizes = -1, -1
-        while sizes != (sizes := (len(checked.indices), len(checked.asserted))):  # they only grow
+        calls, checked, known = calls_of(program.instrs)[::-1], dict[int, bool](), dict[int, bool]()
+        _add_checked(calls, checked)
+        of_inputs = frozenset(checked)
+        while known != checked:  # it only grows
+            known = dict(checked)
             for old, new in zip(program.slots, program.new_state, strict=False):
-                for known in (checked.indices, checked.asserted):
-                    if old.storage in known:
-                        known.add(new.storage)
-            of_slots = checked.by(calls)
+                if old.storage in checked:
+                    checked[new.storage] = checked[old.storage] or checked.get(new.storage, False)
+            _add_checked(calls, checked)
         return cls(
-            tuple(var.storage not in of_slots for var in program.slots),
+            tuple(var.storage not in checked for var in program.slots),
             tuple(var.storage not in of_inputs for var in program.inputs),
         )
 
 
-@dataclass(slots=True)
-class _Checked:
-    """Checked storages.
+def _add_checked(calls: Iterable[Instr], checked: dict[int, bool]) -> None:
+    """Add the storages that calls check, the last one first, and all that these are computed from.
 
-    Attributes:
-      indices: Those that have to be in range.
-      asserted: Those that a call may refuse because of any of their values.
+    Args:
+      calls: The calls, the last one first.
+      checked: By storage, whether a call may refuse it because of any of its values, not only one out of range.
     """
-
-    indices: set[int] = field(default_factory=set)
-    asserted: set[int] = field(default_factory=set)
-
-    def by(self, calls: Iterable[Instr]) -> set[int]:
-        """Add what calls check, the last one first, and all that is computed from; return all checked storages."""
-        for instr in calls:
-            read, made = {var.storage for var in instr.inputs()}, [*instr.writes, *instr.outputs()]
-            if any(var.storage in self.asserted for var in made):
-                self.asserted |= read
-            if any(var.storage in self.indices for var in made if not _is_position(instr, var)):
-                # A count may be out of range whatever is counted: any of those values may have to be another one.
-                (self.asserted if row_of(instr.op).counts else self.indices).update(read)
-            self.indices.update(var.storage for var in _in_range_for(instr))
-            self.asserted.update(var.storage for var in _asserted_by(instr))
-        return self.indices | self.asserted
+    for instr in calls:
+        made = [*instr.writes, *instr.outputs()]
+        asserts = any(checked.get(var.storage, False) for var in made)
+        indexes = any(var.storage in checked and not _is_position(instr, var) for var in made)
+        if asserts or indexes:
+            # A count may be out of range whatever is counted: any of those values may have to be another one.
+            anything = asserts or row_of(instr.op).counts
+            checked |= {var.storage: anything or checked.get(var.storage, False) for var in instr.inputs()}
+        checked |= {var.storage: checked.get(var.storage, False) for var in _in_range_for(instr)}
+        checked |= dict.fromkeys((var.storage for var in _asserted_by(instr)), True)
 
 
 def moved_checks(instrs: Iterable[Instr]) -> dict[Instr, list[Var]]:
@@ -92,7 +85,14 @@ def moved_checks(instrs: Iterable[Instr]) -> dict[Instr, list[Var]]:
     moved, positions, found = set[int](), set[int](), dict[Instr, list[Var]]()
     for instr in instrs:
         checked = dict.fromkeys([*_asserted_by(instr), *_in_range_for(instr)])
-        found[instr] = [var for var in checked if var.storage in moved and var.storage not in positions]
+        found[instr] = [
+            var
+            for var in checked
+            if var.storage in moved
+            and var.storage not in positions
+            and var.spec.numel
+            and var.spec.dtype in ORDERED
+        ]
         depends = any(var.storage in moved for var in instr.inputs())
         for var in (*instr.outputs(), *instr.writes):
             if depends or var.spec.dtype in MOVABLE:
@@ -107,20 +107,15 @@ def _is_position(instr: Instr, var: Var) -> bool:
 
     How a decomposition went, which those ending with ``_ex`` return, is checked by a call of its own.
     """
-    if var in instr.writes:
-        return False
-    if var.spec.dtype is torch.bool:
-        return True
     row = row_of(instr.op)
-    if (
-        var.spec.dtype not in INTEGERS
-        or instr.by_element
-        or row.casts
-        or row.counts
-        or instr.name.endswith("_ex")
-    ):
-        return False
-    return all(one.spec.dtype not in INTEGERS for one in instr.inputs())
+    return var not in instr.writes and (
+        var.spec.dtype is torch.bool
+        or (
+            var.spec.dtype in INTEGERS
+            and not (instr.by_element or row.casts or row.counts or instr.name.endswith("_ex"))
+            and not any(one.spec.dtype in INTEGERS for one in instr.inputs())
+        )
+    )
 
 
 def _asserted_by(instr: Instr) -> Iterator[Var]:

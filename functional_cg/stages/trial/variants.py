@@ -98,37 +98,29 @@ class Finite:
                 self._flags.append(tensor.isfinite().all())
         self._rows.append((read, wide, instr))
 
-    def ends(self) -> set[int]:
-        """Return the numbers of the calls at which finite numbers end."""
-        known = self._known()
-        return {
-            number
-            for number, (read, made, _) in enumerate(self._rows)
-            if all(known[one] for one in read) and not all(known[one] for one in made)
+    def found(self) -> tuple[set[int], set[int]]:
+        """Return the numbers of the calls at which finite numbers end, and of those that read what is not finite."""
+        here = self._flags[0].device if self._flags else None
+        known = torch.stack([one.to(here) for one in self._flags]).tolist() if self._flags else []
+        meet = {number for number, (read, *_) in enumerate(self._rows) if not all(known[one] for one in read)}
+        end = {
+            number for number, (_, made, _) in enumerate(self._rows) if not all(known[one] for one in made)
         }
+        return end - meet, meet
 
-    def meets(self) -> set[int]:
-        """Return the numbers of the calls that read what is not finite."""
-        known = self._known()
-        return {number for number, (read, *_) in enumerate(self._rows) if not all(known[one] for one in read)}
-
-    def unclear(self, usual: Container[int]) -> set[int]:
+    def unclear(self, meet: Container[int]) -> set[int]:
         """Return the storages whose numbers depend on what a call of several operations makes of infinity.
 
         A kernel that interpolates multiplies it by zero where a formula does not.
 
         Args:
-          usual: The calls that read infinity anyway, as a softmax of masked scores does.
+          meet: The calls that read infinity here, and not on other values, as a softmax of masked scores does.
         """
-        meets, found = self.meets(), set[int]()
+        found = set[int]()
         for number, (*_, instr) in enumerate(self._rows):
             row = row_of(instr.op)
             passes_on = row.once or row.moves or row.decides or instr.is_view or instr.by_element
-            new = number in meets and number not in usual and not passes_on
-            if new or not found.isdisjoint(var.storage for var in instr.inputs()):
+            reads = not found.isdisjoint(var.storage for var in instr.inputs())
+            if reads or (number in meet and not passes_on):
                 found.update(var.storage for var in (*instr.outputs(), *instr.writes))
         return found
-
-    def _known(self) -> list[bool]:
-        here = self._flags[0].device if self._flags else None
-        return torch.stack([one.to(here) for one in self._flags]).tolist() if self._flags else []
