@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_aggregate, map_arg
 from torch.fx.traceback import NodeSource, NodeSourceAction
 
@@ -215,7 +216,7 @@ class _Builder:
                 f"{source.target} is of shape {list(made.shape)}, for {list(spec.shape)}"
             )
         if made.dtype != spec.dtype:
-            call = _Call(source, partial(_cast, spec.dtype), (_cast, spec.dtype))
+            call = _Call(source, partial(Tensor.to, dtype=spec.dtype), (Tensor.to, spec.dtype))
             expansion, nodes = self._put_in(call, [value.node])
             value.node = nodes[expansion.results]
             value.node.meta["result"] = True
@@ -268,7 +269,8 @@ class _Builder:
         """Return a new value in the strides of the memory: an op that writes keeps them, its other form may not."""
         if new.meta["val"].stride() == stride:
             return new
-        expansion, nodes = self._put_in(_Call(source, partial(_lay_out, stride), (laid_out, stride)), [new])
+        call = _Call(source, partial(laid_out, stride=stride), (laid_out, stride))
+        expansion, nodes = self._put_in(call, [new])
         return nodes.get(expansion.results, new)
 
     def _expansion(self, call: _Call, given: Sequence[fx.Node]) -> Expansion:
@@ -326,8 +328,6 @@ class _Builder:
 
     def _copy(self, value: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
         """Return a fake tensor like another one, in the storage that is there for the other's, or in a new one."""
-        from torch._subclasses.fake_tensor import FakeTensor
-
         key = storage_key(value)
         if key not in storages:
             storages[key] = torch.UntypedStorage(value.untyped_storage().nbytes(), device="meta")
@@ -344,14 +344,6 @@ def _apply(target: Any, arguments: Any, *tensors: Tensor) -> Any:
         tensors = tuple(map(torch.ops.aten.alias.default, tensors))
     args, kwargs = map_aggregate(arguments, lambda one: tensors[one.number] if isinstance(one, _Nth) else one)
     return target(*args, **kwargs)
-
-
-def _lay_out(stride: tuple[int, ...], tensor: Tensor) -> Tensor:
-    return laid_out(tensor, stride)
-
-
-def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    return tensor.to(dtype)
 
 
 def _like(tensor: Tensor) -> Hashable:
