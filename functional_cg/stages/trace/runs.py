@@ -34,7 +34,7 @@ from .exceptions import ended_checkpoints, mapped, raised_at
 from .host import HostGuard, refuse_changes, refuse_moved
 from .recipe import Recipe
 from .recorder import Recorder
-from .results import copy_written_inputs, read_reports, read_result
+from .results import copy_what_is_written, read_reports, read_result
 from .strays import GradsOfConstants, are_kept, disown, refuse_kept, refuse_unfound
 from .twice import another_run, another_start, refuse_cold
 
@@ -216,6 +216,6 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
         _clear(randomness, collecting, runs)
     recorder.program.tables = [(table.name, table.tensor) for table in recorder.tables]
     recorder.blocks.fold()
-    copy_written_inputs(recorder.program, recipe.input_names)
+    copy_what_is_written(recorder.program, recipe.input_names)
     watched.let_go()
     return recorder.program, watched
