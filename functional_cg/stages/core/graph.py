@@ -24,6 +24,7 @@ from torch.fx.traceback import NodeSource, NodeSourceAction
 
 from ...tensors.overlap import storage_key
 from ..layouts import laid_out
+from ..passes.equal_calls import PLAIN
 from .expansion import Expander, Expansion, Same, leaves, written_through
 
 __all__ = ["core_graph"]
@@ -37,13 +38,6 @@ class _Nth:
     """Stands for a tensor among the arguments of a call."""
 
     number: int
-
-
-# Two arguments of these types are one to a call if they have one text.
-_PLAIN = (
-    *(_Nth, bool, int, float, complex, str, type(None)),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
 
 
 @dataclass(slots=True, eq=False)
@@ -182,7 +176,8 @@ class _Builder:
             return tensors.setdefault(one, _Nth(len(tensors))) if isinstance(one, _Value) else one
 
         arguments = map_aggregate(map_arg((node.args, node.kwargs), values.__getitem__), place)
-        known = all(isinstance(one, _PLAIN) for one in leaves(arguments))
+        # Two such arguments are one to a call if they have one text.
+        known = all(isinstance(one, (_Nth, *PLAIN)) for one in leaves(arguments))
         call = _Call(
             node, partial(_apply, node.target, arguments), (node.target, repr(arguments)) if known else None
         )

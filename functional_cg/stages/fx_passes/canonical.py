@@ -187,8 +187,10 @@ def narrow_views(graph: fx.Graph) -> None:
       graph: The graph; its nodes have their ``spec`` in ``meta``.
     """
     for node in list(graph.nodes):
-        if node.target in VIEWS and _widens(_source(node)) and _is_only_viewed(_source(node)):
-            _exchange(graph, _source(node), node)
+        if node.target in VIEWS and _widens(wide := _source(node)):
+            # What something else than its views reads has to be in memory.
+            if all(user.target in VIEWS for user in wide.users):
+                _exchange(graph, wide, node)
     for node in reversed(list(graph.nodes)):
         while _narrows(node) and _source(node).target in VIEWS and len(_source(node).users) == 1:
             if not _are_told(_source(_source(node))):
@@ -240,11 +242,6 @@ def _casts(node: fx.Node) -> bool:
 def _are_told(*nodes: fx.Node) -> bool:
     """Whether a graph has the specs of values: parts of a call, and windows into a flat state, have none."""
     return all("spec" in node.meta for node in nodes)
-
-
-def _is_only_viewed(node: fx.Node) -> bool:
-    """Whether a value has no reader that would need it in memory, apart from those of its views."""
-    return all(user.target in VIEWS for user in node.users)
 
 
 def _source(node: fx.Node) -> fx.Node:

@@ -84,7 +84,7 @@ def _drop_copies(program: Program, renamed: dict[Var, Var], known: Iterable[int]
     original: dict[int, int] = {}
     kept = []
     for instr in program.instrs:
-        rename(instr, renamed)
+        instr = rename(instr, renamed)
         for var in instr.outputs():  # views of a dropped copy
             var.storage = original.get(var.storage, var.storage)
         source, kept_as = _copied(instr), kept_copies if instr.op is _CLONE else kept_sources
@@ -134,7 +134,7 @@ def _alias_roles(program: Program, renamed: dict[Var, Var]) -> None:
     place_of = dict(zip(program.slots, program.places, strict=True))
     kept = []
     for instr in program.instrs:
-        rename(instr, renamed)
+        instr = rename(instr, renamed)
         if instr.op is not _RAVEL:
             kept.append(instr)
             continue
@@ -148,8 +148,7 @@ def _alias_roles(program: Program, renamed: dict[Var, Var]) -> None:
             else:
                 renamed[instr.out] = known.var
         else:
-            instr.takes((*_without_zeros(leaves, offsets, zeros), length))
-            kept.append(instr)
+            kept.append(replace(instr, args=(*_without_zeros(leaves, offsets, zeros), length)))
     program.instrs = kept
 
 

@@ -135,7 +135,10 @@ class _Sums:
             if not groups:
                 out.append(instr)
             elif len(left) == 1:
-                _hands_over(out[-1], instr.out)
+                # The last call makes the sum, in the memory in which it made its own.
+                for one in out[-1].inputs() if out[-1].is_view else ():
+                    one.storage = instr.out.storage
+                out[-1] = replace(out[-1], out=instr.out)
             else:
                 out += self._added(instr, left)
         return out
@@ -216,13 +219,6 @@ class _Sums:
         spec = replace(made.spec, shape=made.spec.shape[::-1], stride=made.spec.stride[::-1])
         turned = self._fresh.like(made, spec=spec, storage=made.storage)
         return replace(call, op=_T, args=(made,), kwargs={}, out=turned)
-
-
-def _hands_over(call: Instr, var: Var) -> None:
-    """Let a call make a variable, in the memory in which it makes what it does."""
-    for one in call.inputs() if call.is_view else ():
-        one.storage = var.storage
-    call.gives(var)
 
 
 def _casts(instr: Instr) -> bool:

@@ -136,16 +136,12 @@ def agree(one: Recipe, other: Recipe) -> bool:
     randomness, runs, collecting = HostRandomness.read(), list[Recorder](), open_groups()
     try:
         with torch.inference_mode(False):
-            first, second = (_run(recipe, _nothing, runs).program for recipe in (one, other))
+            first, second = (_run(recipe, lambda: None, runs).program for recipe in (one, other))
             return another_run(first, second) is None
     except Exception:  # whatever the function raises for the other one: its own trace says so
         return False
     finally:
         _clear(randomness, collecting, runs)
-
-
-def _nothing() -> None:
-    """Do what a checkpoint does where nobody waits."""
 
 
 def _clear(randomness: HostRandomness, collecting: Any, runs: list[Recorder]) -> None:
