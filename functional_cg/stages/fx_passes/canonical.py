@@ -152,9 +152,6 @@ def softmax_by_rows(graph: fx.Graph) -> None:
             made.meta["spec"] = replace(spec, shape=rows, stride=(rows[1], 1))
             result = as_shape(graph, made, spec.shape)
         node.replace_all_uses_with(result)
-    for node in list(graph.nodes):
-        if node.target in VIEWS and "spec" in node.meta:
-            _skip(node)
     drop_unread(graph)
 
 
@@ -168,16 +165,6 @@ def as_shape(graph: fx.Graph, value: fx.Node, shape: Sequence[int]) -> fx.Node:
     strides = torch.empty_strided(spec.shape, spec.stride, device="meta").reshape(shape).stride()
     made = replace(spec, shape=tuple(shape), stride=strides)
     return add(graph, _aten.reshape.default, (value, list(shape)), made)
-
-
-def _skip(view: fx.Node) -> None:
-    """Let the readers of a view of views read the value that it is a view of, if it has that one's shape."""
-    source = view
-    while source.target in VIEWS:
-        source = _source(source)
-        if source.meta.get("spec") == view.meta["spec"]:
-            view.replace_all_uses_with(source)
-            return
 
 
 def narrow_views(graph: fx.Graph) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch._ops import OpOverload
 from ...tensors.aten import named_arguments
 from ...tensors.op_table import row_of
 from ..program import Instr, Program, Var
-from .changes import Fresh
+from .changes import Fresh, final
 
 __all__ = ["check_values"]
 
@@ -110,7 +111,7 @@ def check_values(program: Program, head: Sequence[Instr]) -> list[Instr]:
                     replace(instr, op=check, args=arguments, kwargs={}, out=known[demand], writes=())
                 )
             names[value] = known[demand]
-        calls.append(instr.reading(lambda var, names=names: names.get(var, var)))  # type: ignore[misc]
+        calls.append(instr.reading(partial(final, names)) if names else instr)
         written = {var.storage for var in instr.writes}
         if written:
             known = {demand: var for demand, var in known.items() if demand[1][0].storage not in written}
