@@ -104,7 +104,6 @@ def test_log_softmax_takes_a_matrix(dim: int) -> None:
     made = graph(loss, *data(2, 3), softmax_by_rows)
     (call,) = made.find_nodes(op="call_function", target=aten._log_softmax.default)
     assert call.meta["spec"].shape == (6, 7)
-    assert not any(user.target in VIEWS for user in call.users)
 
 
 def test_log_softmax_over_another_dimension_is_left_alone() -> None:

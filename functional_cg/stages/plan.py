@@ -21,7 +21,7 @@ from ..concurrency.interrupts import uninterrupted
 from ..messages.source import Location
 from ..state.outline import count
 from ..tensors.aten import UNGROUPED, copies
-from .branches.costs import weighed
+from .branches.costs import weigh
 from .branches.listing import Timeline, in_line
 from .branches.races import refuse_races
 from .branches.source import (
@@ -36,7 +36,7 @@ from .branches.source import (
     source_of,
     target,
 )
-from .branches.units import GIVEN, Memory, Unit, accesses, after_checks, ordered, units_of
+from .branches.units import GIVEN, Memory, Unit, accesses, after_checks, units_of
 from .evaluate import evaluate
 from .layouts import laid_out, unsure
 from .passes.fused import in_place
@@ -191,12 +191,7 @@ class Plan:
         self._writer = Writer()
         self._functions: dict[SubProgram, str] = {}
         self._hoisted, head = self._split_hoisted()
-        constants = {i: program.constants[i].var for i in sorted(plan.written_constants)}
-        copied = {
-            _copy("constants", repr(var), f"c{i}", var, (), var.storage): [var]
-            for i, var in constants.items()
-        }
-        first, units = self._calls(head, self._fixed, copied)
+        first, units = self._calls(head, self._fixed, {})
         units += self._tail()
         self.ticks = [unit.call or unit.name for unit in units]
         kept = frozenset(f"m{i}" if i in plan.cloned else var.storage for i, var in enumerate(plan.outputs))
@@ -210,10 +205,7 @@ class Plan:
         self.sub_programs = {sub_program: self._write(sub_program) for sub_program in self._functions}
         self._compiled = compile(self._source, f"<plan of {program.function}>", "exec")
         if spread is not None:
-            for unit in units:
-                if unit.call is not None:
-                    weighed(unit, unit.call)
-                    unit.writes |= ordered(unit.call)
+            weigh(units)
             self.tell(spread(units, kept))
         refuse_races(self.timeline, program.function)
 
@@ -297,8 +289,6 @@ class Plan:
         """Return what the source refers to."""
         program, tensors = self.program, self._tensors(buffers)
         names = {**self._writer.names, **{repr(var): tensor for var, tensor in tensors.items()}}
-        for i in self._runs.written_constants:
-            names[f"c{i}"] = names.pop(repr(program.constants[i].var))
         with torch.inference_mode(False), torch.no_grad():
             for instr in self._hoisted:
                 names[repr(instr.out)] = evaluate(instr, lambda var: names[repr(var)])
@@ -327,9 +317,9 @@ class Plan:
 
     def _split_hoisted(self) -> tuple[list[Instr], list[Instr]]:
         """Separate the calls that only take views of static buffers from the rest of the head."""
-        program, written = self.program, self._runs.written_constants
-        constants = [one.var for i, one in enumerate(program.constants) if i not in written]
-        self._fixed = {*program.slots, *program.inputs, *constants, *(one.var for one in program.ranges)}
+        program = self.program
+        self._fixed = {*program.slots, *program.inputs, *(one.var for one in program.constants)}
+        self._fixed.update(one.var for one in program.ranges)
         hoisted, head = [], []
         for instr in self._runs.head:
             if self._fixed.issuperset(instr.inputs()) and instr.is_view and not instr.writes:

@@ -73,7 +73,7 @@ class Twins(dict[Var, Var]):
 
 @dataclass(eq=False, slots=True)
 class Instr:
-    """One ATen call, ``out = op(*args, **kwargs)``, with variables in place of tensors.
+    """One ATen call, ``out = op(*args, **kwargs)``, with variables in place of tensors. It never changes.
 
     Attributes:
       writes: Variables that the call writes in place.
@@ -152,16 +152,6 @@ class Instr:
         """Return the call with other arguments."""
         args, kwargs = map_arguments(new, self)
         return replace(self, args=args, kwargs=kwargs)
-
-    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        """Give the call other arguments."""
-        self.args, self._inputs = args, None
-        if kwargs is not None:
-            self.kwargs = kwargs
-
-    def gives(self, out: Any) -> None:
-        """Give the call other results."""
-        self.out, self._outputs = out, None
 
     def __str__(self) -> str:
         kwargs = "".join(f", {name}={value!r}" for name, value in self.kwargs.items())

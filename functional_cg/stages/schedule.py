@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from .lifetimes import storage_bytes
 from .passes.fused import read_arguments, written_pairs
-from .program import Instr, Program, Var, live, written_storages
+from .program import Instr, Program, Var, live
 
 __all__ = ["Schedule", "live_instrs", "schedule", "temporaries"]
 
@@ -35,7 +35,6 @@ class Schedule:
       staged: Targets of commits whose new value aliases a slot: it is copied to a temporary first.
       outputs: Variables of metrics, printed and tapped values, in order.
       cloned: Positions in ``outputs`` whose memory is shared, so that they are cloned.
-      written_constants: Positions of literals that the step writes in place: each run starts from a copy.
     """
 
     head: list[Instr]
@@ -44,7 +43,6 @@ class Schedule:
     staged: set[Var] = field(default_factory=set)
     outputs: list[Var] = field(default_factory=list)
     cloned: set[int] = field(default_factory=set)
-    written_constants: set[int] = field(default_factory=set)
 
 
 def schedule(program: Program, *, fuse: Collection[Instr] | None = None) -> Schedule:
@@ -67,8 +65,6 @@ def schedule(program: Program, *, fuse: Collection[Instr] | None = None) -> Sche
     for position, var in enumerate(plan.outputs):
         if var.storage in shared or uses[var.storage] > 1 or not var.fills:
             plan.cloned.add(position)
-    written = written_storages(plan.head)
-    plan.written_constants = {i for i, c in enumerate(program.constants) if c.var.storage in written}
     return plan
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .program import Instr, Program, Var, live, map_arguments, written_storages
+from .program import Instr, Program, Var, live, written_storages
 
 __all__ = [
     "SubProgram", "calls_of", "each_once", "first_unrolled", "inside_of", "rename", "rewrite_sub_programs", "unrolled",
@@ -129,17 +129,21 @@ def rewrite_sub_programs(program: Program, act: Callable[[Program], None]) -> di
     for instr in calls:
         wanted.setdefault(instr.op, set()).update(n for n, var in enumerate(instr.out) if var in used)
     others = {one: _rewritten(one, sorted(places), act) for one, places in wanted.items()}
+    instrs = []
     for instr in program.instrs:
-        rename(instr, renamed)
+        instr = rename(instr, renamed)
         if instr.op in others:
             given, *later = instr.args
             every = [*given, *instr.out]
-            instr.op, reads, makes, same = others[instr.op]
+            op, reads, makes, same = others[instr.op]
             renamed |= {every[number]: every[place] for number, place in same.items()}
-            instr.takes(([given[number] for number in reads], *later))
-            instr.gives([every[number] for number in makes])
-            instr.writes = tuple(var for var in instr.writes if var in instr.outputs())
-    program.instrs = [one for one in program.instrs if one.out or not isinstance(one.op, SubProgram)]
+            made = [every[number] for number in makes]
+            writes = tuple(var for var in instr.writes if var in made)
+            args = [given[number] for number in reads], *later
+            instr = replace(instr, op=op, args=args, out=made, writes=writes)
+        if instr.out or not isinstance(instr.op, SubProgram):
+            instrs.append(instr)
+    program.instrs = instrs
     return renamed
 
 
@@ -167,11 +171,12 @@ def _rewritten(
     return other, reads, list(makes.values()), {one: place for one, place in found.items() if place != one}
 
 
-def rename(instr: Instr, renamed: Mapping[Var, Var]) -> None:
-    """Let a call read, and write, what takes the place of variables."""
-    if not renamed.keys().isdisjoint(instr.inputs()):
-        instr.takes(*map_arguments(lambda var: renamed.get(var, var), instr))
-        instr.writes = tuple(renamed.get(var, var) for var in instr.writes)
+def rename(instr: Instr, renamed: Mapping[Var, Var]) -> Instr:
+    """Return a call that reads, and writes, what takes the place of variables."""
+    if renamed.keys().isdisjoint(instr.inputs()):
+        return instr
+    writes = tuple(renamed.get(var, var) for var in instr.writes)
+    return replace(instr.reading(lambda var: renamed.get(var, var)), writes=writes)
 
 
 def calls_of(instrs: Iterable[Instr]) -> list[Instr]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from ..stages.plan import Plan
 from ..stages.program import Program
 from ..state.outline import Entry, count
@@ -37,10 +39,8 @@ def leaf_costs(program: Program, plan: Plan, inputs: Sequence[str]) -> dict[str,
         *(instr.inputs() for instr in (*done.head, *done.fused))
     )
     given = [(var.spec, "copied in" if var in read else "copied in, never read", 1) for var in program.inputs]
-    held = [
-        (one.var.spec, "constant", int(i in done.written_constants))
-        for i, one in enumerate(program.constants)
-    ]
+    cloned = {instr.args[0] for instr in done.head if instr.op is torch.ops.aten.clone.default}
+    held = [(one.var.spec, "constant", int(one.var in cloned)) for one in program.constants]
     made = [
         (var.spec, "returned", (i in done.cloned) + (var.spec.device.type == "cuda"))
         for i, var in enumerate(done.outputs)

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ...shards.collectives import is_collective
 from ..program import Instr
 from ..work import estimate, flops_of
-from .units import Unit, fixed_by
+from .units import Unit, fixed_by, ordered
 
-__all__ = ["SYNC", "WORKSPACE", "weighed"]
+__all__ = ["SYNC", "WORKSPACE", "weigh"]
 
 SYNC = 1.0  # what waiting for another lane adds, in microseconds
 WORKSPACE = 2**25  # bytes that cuBLAS takes for a stream on an H100; less on GPUs before it
 
 
-def weighed(unit: Unit, instr: Instr, *, fused: bool = False) -> Unit:
-    """Return a unit with what its call takes, and why all units must then run on one lane, if they must.
+def weigh(units: Iterable[Unit], *, fused: bool = False, fits: bool = False) -> None:
+    """Tell units with calls what these take, what order they keep, and why all must run on one lane, if they must.
 
     Args:
-      unit: The unit.
-      instr: Its call.
+      units: The units.
       fused: Whether a compiler fuses what is no product, no sum over elements and no collective with other calls.
+      fits: As for :func:`fixed_by`.
     """
-    unit.micros, unit.busy = estimate(instr)
-    if fused and not (flops_of(instr) or is_collective(instr.op) or _reduces(instr)):
-        unit.micros = unit.busy
-    unit.product, unit.fixed = bool(flops_of(instr)), fixed_by(instr.op)
-    unit.link = is_collective(instr.op)
-    return unit
+    for unit in units:
+        if (instr := unit.call) is not None:
+            unit.micros, unit.busy = estimate(instr)
+            unit.product, unit.link = bool(flops_of(instr)), is_collective(instr.op)
+            if fused and not (unit.product or unit.link or _reduces(instr)):
+                unit.micros = unit.busy
+            unit.fixed = fixed_by(instr.op, fits=fits)
+            unit.writes |= ordered(instr)
 
 
 def _reduces(instr: Instr) -> bool:

@@ -27,9 +27,9 @@ from ...tensors.fake_mode import FakeMode
 from ..evaluate import AS_STRIDED
 from ..program import Instr, Var, vars_in
 from ..variables import Variables
-from .costs import weighed
+from .costs import weigh
 from .source import Code, Writer
-from .units import fixed_by, ordered, units_of
+from .units import units_of
 
 __all__ = ["Launches", "UnknownLaunch"]
 
@@ -110,10 +110,7 @@ class Launches(TorchDispatchMode):
                 for instr in unit.calls:
                     unit.lines.append(self._writer.line(instr, there))
                     unit.defined += [(var.storage, repr(var)) for var in instr.outputs() if var not in there]
-                if unit.call is not None:
-                    weighed(unit, unit.call)
-                    unit.writes |= ordered(unit.call)
-                    unit.fixed = fixed_by(unit.call.op, fits=True)
+            weigh(self.units, fits=True)
             kept = frozenset(var.storage for var in vars_in(results))
             kernels = [name for op, name in self._writer.ops.items() if isinstance(op, Kernel)]
             returned = self._writer.literal(tuple(results[:count]))

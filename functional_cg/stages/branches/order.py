@@ -15,10 +15,10 @@ import torch
 from ..program import Instr, Program
 from ..schedule import live_instrs
 from .choice import allowance
-from .costs import weighed
+from .costs import weigh
 from .listing import Timeline, in_line, listed
 from .races import refuse_races
-from .units import LINK, Unit, ordered, units_of
+from .units import LINK, Unit, units_of
 
 __all__ = ["beside_collectives", "launches_of"]
 
@@ -36,10 +36,9 @@ def _weighed(program: Program, *, fused: bool) -> tuple[Unit, list[Unit]]:
     The link is no memory here: what occupies it is what the order is chosen for.
     """
     first, units = units_of(live_instrs(program), {})
+    weigh(units, fused=fused)
     for unit in units:
-        if unit.call is not None:
-            weighed(unit, unit.call, fused=fused)
-            unit.writes |= ordered(unit.call) - {LINK}
+        unit.writes -= {LINK}
     return first, units
 
 

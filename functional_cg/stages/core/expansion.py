@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._higher_order_ops.effects import has_effects
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 
 __all__ = ["Expander", "Expansion", "Same", "leaves", "written_through"]
@@ -60,19 +64,15 @@ class Expander:
           call: The call as a function of its tensors.
           tensors: Fake tensors like them, each with memory of its own.
         """
-        from torch._dispatch.python import enable_python_dispatcher
-        from torch._subclasses.functional_tensor import FunctionalTensorMode
-        from torch.fx.experimental.proxy_tensor import make_fx
-
         found: list[Any] = []
         # Torch keeps such calls in order by tokens; ours write no tensor, and stay where they are.
-        pure = not _has_effects(source.target)
         op: Any = source.target
+        pure = not has_effects(op)
         schema = getattr(op, "_schema", None)
         foreign = schema is not None and schema.is_mutable and op.namespace not in ("aten", "prims")
 
         def traced(*given: Tensor) -> list[Tensor]:
-            known = [_functional(one) for one in given] if pure else list(given)
+            known = list(map(FunctionalTensor.to_functional, given)) if pure else list(given)
             numbers = {id(one): number for number, one in enumerate(known)}
 
             def plain(one: Any) -> Any:
@@ -142,22 +142,8 @@ def _tensors(nested: Any) -> list[Tensor]:
     return [one for one in leaves(nested) if isinstance(one, Tensor)]
 
 
-def _functional(tensor: Tensor) -> Any:
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
-    return FunctionalTensor.to_functional(tensor)
-
-
 def _plain(value: Any) -> Any:
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
     return value.from_functional() if isinstance(value, FunctionalTensor) else value
-
-
-def _has_effects(target: Any) -> bool:
-    from torch._higher_order_ops.effects import has_effects
-
-    return bool(has_effects(target))
 
 
 def _is_written(tensor: Any) -> bool:

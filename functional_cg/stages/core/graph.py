@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_aggregate, map_arg
 from torch.fx.traceback import NodeSource, NodeSourceAction
 
 from ...tensors.overlap import storage_key
 from ..layouts import laid_out
+from ..passes.equal_calls import PLAIN
 from .expansion import Expander, Expansion, Same, leaves, written_through
 
 __all__ = ["core_graph"]
@@ -36,13 +38,6 @@ class _Nth:
     """Stands for a tensor among the arguments of a call."""
 
     number: int
-
-
-# Two arguments of these types are one to a call if they have one text.
-_PLAIN = (
-    *(_Nth, bool, int, float, complex, str, type(None)),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
 
 
 @dataclass(slots=True, eq=False)
@@ -181,7 +176,8 @@ class _Builder:
             return tensors.setdefault(one, _Nth(len(tensors))) if isinstance(one, _Value) else one
 
         arguments = map_aggregate(map_arg((node.args, node.kwargs), values.__getitem__), place)
-        known = all(isinstance(one, _PLAIN) for one in leaves(arguments))
+        # Two such arguments are one to a call if they have one text.
+        known = all(isinstance(one, (_Nth, *PLAIN)) for one in leaves(arguments))
         call = _Call(
             node, partial(_apply, node.target, arguments), (node.target, repr(arguments)) if known else None
         )
@@ -215,7 +211,7 @@ class _Builder:
                 f"{source.target} is of shape {list(made.shape)}, for {list(spec.shape)}"
             )
         if made.dtype != spec.dtype:
-            call = _Call(source, partial(_cast, spec.dtype), (_cast, spec.dtype))
+            call = _Call(source, partial(Tensor.to, dtype=spec.dtype), (Tensor.to, spec.dtype))
             expansion, nodes = self._put_in(call, [value.node])
             value.node = nodes[expansion.results]
             value.node.meta["result"] = True
@@ -268,7 +264,8 @@ class _Builder:
         """Return a new value in the strides of the memory: an op that writes keeps them, its other form may not."""
         if new.meta["val"].stride() == stride:
             return new
-        expansion, nodes = self._put_in(_Call(source, partial(_lay_out, stride), (laid_out, stride)), [new])
+        call = _Call(source, partial(laid_out, stride=stride), (laid_out, stride))
+        expansion, nodes = self._put_in(call, [new])
         return nodes.get(expansion.results, new)
 
     def _expansion(self, call: _Call, given: Sequence[fx.Node]) -> Expansion:
@@ -326,8 +323,6 @@ class _Builder:
 
     def _copy(self, value: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
         """Return a fake tensor like another one, in the storage that is there for the other's, or in a new one."""
-        from torch._subclasses.fake_tensor import FakeTensor
-
         key = storage_key(value)
         if key not in storages:
             storages[key] = torch.UntypedStorage(value.untyped_storage().nbytes(), device="meta")
@@ -344,14 +339,6 @@ def _apply(target: Any, arguments: Any, *tensors: Tensor) -> Any:
         tensors = tuple(map(torch.ops.aten.alias.default, tensors))
     args, kwargs = map_aggregate(arguments, lambda one: tensors[one.number] if isinstance(one, _Nth) else one)
     return target(*args, **kwargs)
-
-
-def _lay_out(stride: tuple[int, ...], tensor: Tensor) -> Tensor:
-    return laid_out(tensor, stride)
-
-
-def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    return tensor.to(dtype)
 
 
 def _like(tensor: Tensor) -> Hashable:

@@ -40,10 +40,12 @@ def key_of(module: fx.GraphModule, arguments: Sequence[Tensor]) -> str | None:
     """
     from torch._inductor import config
     from torch._inductor.codecache import FxGraphCache
+    from torch._inductor.decomposition import select_decomp_table
 
     if config.force_disable_caches or not config.fx_graph_cache:
         return None
-    if not all(map(_is_known, _targets(module.graph))) or not all(map(_is_ours, _formulas())):
+    calls = (node.target for node in module.graph.nodes if node.op not in ("placeholder", "output"))
+    if not all(map(_is_known, calls)) or not all(map(_is_ours, select_decomp_table().values())):
         return None
     # torch's key says nothing of these: to its compiler they are all alike, to what our calls become they need not be.
     places = [(one.storage_offset(), one.untyped_storage().nbytes()) for one in arguments]
@@ -129,24 +131,15 @@ def _file(key: str) -> Path:
     return Path(cache_dir()) / "functional_cg" / key[1:3] / key
 
 
-def _targets(graph: fx.Graph) -> Iterator[Any]:
-    return (node.target for node in graph.nodes if node.op not in ("placeholder", "output"))
-
-
 def _is_known(target: Any) -> bool:
     """Whether a call is told by its name: an op of torch's or ours, or a function of ours that can be imported."""
     if isinstance(target, OpOverload):
-        return not (of_another_library(target) and _is_composite(target))
-    return callable(target) and _is_ours(target) and _is_at_its_name(target)
-
-
-def _is_composite(op: OpOverload) -> bool:
-    """Whether an op is made of others by code that its name says nothing of."""
-    return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
-
-
-def _is_at_its_name(function: Any) -> bool:
-    return getattr(sys.modules.get(function.__module__), function.__qualname__, None) is function
+        # An op that is made of others is so by code that its name says nothing of.
+        composite = target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        return not (of_another_library(target) and composite)
+    if not callable(target) or not _is_ours(target):
+        return False
+    return getattr(sys.modules.get(target.__module__), target.__qualname__, None) is target
 
 
 def _is_ours(function: Any) -> bool:
@@ -155,9 +148,3 @@ def _is_ours(function: Any) -> bool:
         function = function.func
     owner = function.__module__.partition(".")[0]
     return owner in ("torch", __name__.partition(".")[0], operator.mul.__module__)
-
-
-def _formulas() -> Iterator[Any]:
-    from torch._inductor.decomposition import select_decomp_table
-
-    return iter(select_decomp_table().values())

@@ -152,9 +152,6 @@ def softmax_by_rows(graph: fx.Graph) -> None:
             made.meta["spec"] = replace(spec, shape=rows, stride=(rows[1], 1))
             result = as_shape(graph, made, spec.shape)
         node.replace_all_uses_with(result)
-    for node in list(graph.nodes):
-        if node.target in VIEWS and "spec" in node.meta:
-            _skip(node)
     drop_unread(graph)
 
 
@@ -170,16 +167,6 @@ def as_shape(graph: fx.Graph, value: fx.Node, shape: Sequence[int]) -> fx.Node:
     return add(graph, _aten.reshape.default, (value, list(shape)), made)
 
 
-def _skip(view: fx.Node) -> None:
-    """Let the readers of a view of views read the value that it is a view of, if it has that one's shape."""
-    source = view
-    while source.target in VIEWS:
-        source = _source(source)
-        if source.meta.get("spec") == view.meta["spec"]:
-            view.replace_all_uses_with(source)
-            return
-
-
 def narrow_views(graph: fx.Graph) -> None:
     """Exchange views with the casts before or after them, in place.
 
@@ -187,8 +174,10 @@ def narrow_views(graph: fx.Graph) -> None:
       graph: The graph; its nodes have their ``spec`` in ``meta``.
     """
     for node in list(graph.nodes):
-        if node.target in VIEWS and _widens(_source(node)) and _is_only_viewed(_source(node)):
-            _exchange(graph, _source(node), node)
+        if node.target in VIEWS and _widens(wide := _source(node)):
+            # What something else than its views reads has to be in memory.
+            if all(user.target in VIEWS for user in wide.users):
+                _exchange(graph, wide, node)
     for node in reversed(list(graph.nodes)):
         while _narrows(node) and _source(node).target in VIEWS and len(_source(node).users) == 1:
             if not _are_told(_source(_source(node))):
@@ -240,11 +229,6 @@ def _casts(node: fx.Node) -> bool:
 def _are_told(*nodes: fx.Node) -> bool:
     """Whether a graph has the specs of values: parts of a call, and windows into a flat state, have none."""
     return all("spec" in node.meta for node in nodes)
-
-
-def _is_only_viewed(node: fx.Node) -> bool:
-    """Whether a value has no reader that would need it in memory, apart from those of its views."""
-    return all(user.target in VIEWS for user in node.users)
 
 
 def _source(node: fx.Node) -> fx.Node:

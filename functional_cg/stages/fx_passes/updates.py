@@ -97,10 +97,6 @@ def _results(formula: str, old: Sequence[Tensor], values: Values, numbers: Numbe
     return _FORMULAS[formula](old, values, numbers)
 
 
-def _results_like(formula: str, old: Sequence[Tensor], values: Values, numbers: Numbers) -> list[Tensor]:
-    return [torch.empty_like(value) for value in old]
-
-
 def _batched(info: Any, dims: Any, formula: str, old: Any, values: Any, numbers: Numbers) -> Any:
     """Update the leaves of many models: a number of each one stands beside its leaf."""
     _, of_old, of_values, _ = dims
@@ -122,7 +118,7 @@ def _beside(value: Tensor, rank: int) -> Tensor:
 
 
 _library.impl("update", _results, "CompositeExplicitAutograd")
-_library._register_fake("update", _results_like)
+_library._register_fake("update", lambda _, old, *others: list(map(torch.empty_like, old)))
 torch.library.register_vmap("fcg::update", _batched, lib=_library)
 
 

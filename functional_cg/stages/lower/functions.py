@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,11 +15,13 @@ from ...errors import CaptureError
 from ...errors.words import words_of
 from ...shards.transfers import is_between_ranks
 from ...tensors.overlap import storage_key
+from ..evaluate import AS_STRIDED
 from ..layouts import laid_out
 from ..passes.bounds import check_values
+from ..passes.changes import Fresh
 from ..passes.equal_calls import frozen, frozen_call
 from ..plan import by_itself
-from ..program import Instr, Program, Var, highest, layouts_of
+from ..program import Instr, Program, Var, layouts_of
 from ..schedule import Schedule
 from ..trial.judge import miscompiled
 from .graph import Entrance, build_graph
@@ -32,7 +33,6 @@ __all__ = [
 ]  # fmt: skip
 
 Compiler = Callable[..., Any]
-_AS_STRIDED = torch.ops.aten.as_strided.default
 _ALIGNMENT = 16  # bytes; a compiled function copies an argument that is aligned to fewer
 
 
@@ -268,7 +268,7 @@ class Part:
         made = (var for instr in self.calls for var in instr.outputs())
         numbers = {var: number for number, var in enumerate(dict.fromkeys([*self.inputs, *made]))}
         # The offset of `as_strided` counts from where the memory begins.
-        part = 2**63 if any(instr.op is _AS_STRIDED for instr in self.calls) else _ALIGNMENT
+        part = 2**63 if any(instr.op is AS_STRIDED for instr in self.calls) else _ALIGNMENT
         places = tuple((var.offset * var.spec.dtype.itemsize % part, var in slots) for var in numbers)
         calls = tuple(frozen_call(instr, numbers.__getitem__) for instr in self.calls)
         results = [(instr.out, instr.writes) for instr in self.calls]
@@ -341,13 +341,7 @@ def whole(
     entrance, metrics = Entrance.of(program, plan, **given), 0 if in_place else len(plan.outputs)
     options = {**given, **options, "entrance": entrance, "metrics": metrics, "in_order": collects(program)}
     head = Head(program, plan, compiler, device, program.function, **options)
-    index, storage = highest(program)
-    number = itertools.count(1)
-
-    def fresh(var: Var) -> Var:
-        n = next(number)
-        return replace(var, index=index + n, storage=storage + n, offset=0, fills=True)
-
+    fresh = partial(Fresh(program).like, offset=0, fills=True)
     outputs = list(map(fresh, plan.outputs))
     names = {var: fresh(var) for var in given["handed_on"]}
 

@@ -14,7 +14,8 @@ from torch import Tensor, fx
 from ...random import decompose_random_bits
 from ...shards.transfers import TRANSFERS
 from ...tensors.op_table import row_of
-from ..fx_passes.canonical import VIEWS
+from ..evaluate import AS_STRIDED
+from ..fx_passes.canonical import CAST, VIEWS
 from ..layouts import laid_out
 from ..passes.division import division_of
 from ..passes.float8 import overflow_of, to_float8
@@ -26,8 +27,6 @@ from ..schedule import Schedule
 __all__ = ["Entrance", "build_graph", "calls_of"]
 
 _CLONE = torch.ops.aten.clone.default
-_TO_COPY = torch.ops.aten._to_copy.default
-_AS_STRIDED = torch.ops.aten.as_strided.default
 # Kinds of ops of which torch chooses the kernel by the strides of the arguments: on the wrong ones it is slower.
 _BY_STRIDES = ("convolution", "attention")
 # Torch's compiler makes ``addmm`` of a product and its sum with something, and forgets what the sum multiplies it by.
@@ -120,9 +119,6 @@ def build_graph(
             torch.ops.fcg.ravel.default, (leaves, list(known.offsets), known.length)
         )
     entering = frozenset(nodes)
-    for i in plan.written_constants:
-        var = program.constants[i].var
-        nodes[var] = graph.call_function(_CLONE, (nodes[var],))
     _add_calls(graph, plan.head, nodes, entering)
     memory = {var.storage for var in entering}
 
@@ -180,7 +176,7 @@ def _add_calls(
     for call in head:
         instr = as_held(call)
         kwargs = {name: map_vars(node, value) for name, value in instr.kwargs.items()}
-        if instr.op is _AS_STRIDED:
+        if instr.op is AS_STRIDED:
             source, size, stride, *given = (*instr.args, *kwargs.values())
             root = roots[source]
             offset = given[0] if given and given[0] is not None else source.offset
@@ -198,7 +194,7 @@ def _add_calls(
                 target, kwargs = to_float8, {**kwargs, "overflow": overflow}
             value = graph.call_function(target, args, kwargs)
             if narrow is not None:
-                value = graph.call_function(_TO_COPY, (value,), {"dtype": narrow})
+                value = graph.call_function(CAST, (value,), {"dtype": narrow})
         value.meta["call"] = call
         assign(instr.out, value)
         for out in instr.outputs():
@@ -218,7 +214,7 @@ def _times(
     summand, here = args[1], instr.args[1].spec.dtype
     for to in (dtype, wide):
         if here != to:
-            summand, here = graph.call_function(_TO_COPY, (summand,), {"dtype": to}), to
+            summand, here = graph.call_function(CAST, (summand,), {"dtype": to}), to
     narrow = dtype if wide != dtype and not instr.writes else None  # what is written has its dtype
     return (args[0], graph.call_function(torch.ops.aten.mul.Tensor, (summand, alpha))), narrow
 

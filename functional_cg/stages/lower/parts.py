@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 
 from ...state.outline import count
+from ..fx_passes.canonical import CAST
 from ..fx_passes.cross_entropy import suit
 from ..fx_passes.old_values import KEPT, LATER
 from ..passes.out_of_place import write_out_of_place
@@ -32,7 +33,6 @@ __all__ = ["by_sub_programs", "in_parts"]
 
 T = TypeVar("T")
 
-_CAST = torch.ops.aten._to_copy.default
 _WORTH = 0.75  # of the calls may be left to compile; else one function is compiled faster
 
 
@@ -189,7 +189,7 @@ def _leading_to(
 
 def _widens(instr: Instr, written: Collection[int]) -> bool:
     """Whether a call casts a value that does not change to a wider dtype."""
-    sources = instr.inputs() if instr.op is _CAST else ()  # of a number, none
+    sources = instr.inputs() if instr.op is CAST else ()  # of a number, none
     return any(one.storage not in written and instr.out.spec.nbytes > one.spec.nbytes for one in sources)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch._ops import OpOverload
 
 from ...tensors.aten import named_arguments
 from ...tensors.op_table import row_of
-from ..program import Instr, Program, Var, map_vars
-from .changes import Fresh
+from ..program import Instr, Program, Var
+from .changes import Fresh, final
 
 __all__ = ["check_values"]
 
@@ -110,7 +111,7 @@ def check_values(program: Program, head: Sequence[Instr]) -> list[Instr]:
                     replace(instr, op=check, args=arguments, kwargs={}, out=known[demand], writes=())
                 )
             names[value] = known[demand]
-        calls.append(_reading(instr, names) if names else instr)
+        calls.append(instr.reading(partial(final, names)) if names else instr)
         written = {var.storage for var in instr.writes}
         if written:
             known = {demand: var for demand, var in known.items() if demand[1][0].storage not in written}
@@ -131,8 +132,3 @@ def _demands(instr: Instr) -> Iterator[Demand]:
     elif instr.name == "binary_cross_entropy":
         yield _PROBABILITY, (named["self"], "input")
         yield _PROBABILITY, (named["target"], "target")
-
-
-def _reading(instr: Instr, names: Mapping[Var, Var]) -> Instr:
-    # What is checked is no argument by keyword: torch hands those on by position.
-    return replace(instr, args=map_vars(lambda var: names.get(var, var), instr.args))

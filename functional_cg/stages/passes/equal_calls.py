@@ -14,9 +14,9 @@ import torch
 
 from ..program import Instr, Program, Var, written_storages
 
-__all__ = ["frozen", "frozen_call", "share_equal_calls"]
+__all__ = ["PLAIN", "frozen", "frozen_call", "share_equal_calls"]
 
-_PLAIN = (
+PLAIN = (
     type(None),
     bool,
     int,
@@ -82,7 +82,7 @@ def frozen(value: Any, name: Callable[[Var], Any]) -> Hashable:
         return "var", name(value)
     if isinstance(value, (list, tuple)):
         return type(value).__name__, *(frozen(item, name) for item in value)
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return type(value).__name__, repr(value)  # 1, 1.0 and True are equal, so are 0.0 and -0.0
     return "object", id(value)
 

@@ -104,7 +104,9 @@ def _is_light(leaf: Var, grad: Var, makers: Mapping[Var, Instr], readers: Mappin
 
 def group_size(instr: Instr) -> int:
     """Return the length of the lists that a call may be split by; 0 if it is one call for other reasons."""
-    lengths = {len(one) for one in _lists(instr)} - {0}
+    outputs = instr.out if isinstance(instr.out, tuple) else (instr.out,)
+    given = (*instr.args, *instr.kwargs.values(), *outputs)
+    lengths = {len(one) for one in given if isinstance(one, (list, tuple))} - {0}
     return next(iter(lengths)) if row_of(instr.op).lists and not instr.writes and len(lengths) == 1 else 0
 
 
@@ -117,8 +119,3 @@ def at_places(instr: Instr, places: Sequence[int]) -> Instr:
     kwargs = {name: at(arg) for name, arg in instr.kwargs.items()}
     made = tuple(map(at, instr.out)) if isinstance(instr.out, tuple) else at(instr.out)
     return replace(instr, args=tuple(map(at, instr.args)), kwargs=kwargs, out=made)
-
-
-def _lists(instr: Instr) -> list[Any]:
-    outputs = instr.out if isinstance(instr.out, tuple) else (instr.out,)
-    return [one for one in (*instr.args, *instr.kwargs.values(), *outputs) if isinstance(one, (list, tuple))]

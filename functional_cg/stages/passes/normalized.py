@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...tensors.aten import named_arguments
 from ...tensors.op_table import row_of
-from ..program import Instr, Var
+from ..program import Instr
 
 __all__ = ["apply_statistics", "normalized"]
 
@@ -69,13 +69,8 @@ def normalized(instr: Instr) -> Instr | None:
     out, *statistics = instr.out[:3]
     mean, rstd = statistics if len(statistics) == 2 else (None, *statistics)
     groups = 0 if "running_mean" in given else given.get("group")
-    if not _are_exact(rstd):
-        return None
+    if not rstd.spec.numel or rstd.spec.dtype not in (torch.float32, torch.float64):
+        return None  # running statistics are not there, others were rounded
     args = given["input"], mean, rstd, given.get("weight"), given.get("bias"), groups
     op = torch.ops.fcg.normalized.default
     return replace(instr, op=op, args=args, kwargs={}, out=out, writes=())
-
-
-def _are_exact(rstd: Var) -> bool:
-    """Whether statistics are there, which running ones are not, and were not rounded to a narrower dtype."""
-    return rstd.spec.numel > 0 and rstd.spec.dtype in (torch.float32, torch.float64)

@@ -23,6 +23,7 @@ from torch import Tensor
 from ...shards.collectives import WAIT
 from ...tensors.aten import returns_view
 from ...tensors.op_table import row_of
+from ..evaluate import AS_STRIDED
 from ..program import Instr, Program, SlotRange, Var, map_vars, written_storages
 from ..sub_programs import SubProgram, rename, rewrite_sub_programs
 from .changes import Fresh, final
@@ -31,6 +32,7 @@ __all__ = ["clears", "range_tensor", "rewrite"]
 
 _CLONE = torch.ops.aten.clone.default
 _WHERE = torch.ops.aten.where.self
+_RAVEL = torch.ops.fcg.ravel.default
 _LAZY = frozenset({torch.ops.aten._conj.default, torch.ops.aten._neg_view.default})
 
 
@@ -82,7 +84,7 @@ def _drop_copies(program: Program, renamed: dict[Var, Var], known: Iterable[int]
     original: dict[int, int] = {}
     kept = []
     for instr in program.instrs:
-        rename(instr, renamed)
+        instr = rename(instr, renamed)
         for var in instr.outputs():  # views of a dropped copy
             var.storage = original.get(var.storage, var.storage)
         source, kept_as = _copied(instr), kept_copies if instr.op is _CLONE else kept_sources
@@ -132,8 +134,8 @@ def _alias_roles(program: Program, renamed: dict[Var, Var]) -> None:
     place_of = dict(zip(program.slots, program.places, strict=True))
     kept = []
     for instr in program.instrs:
-        rename(instr, renamed)
-        if not _is_ravel(instr):
+        instr = rename(instr, renamed)
+        if instr.op is not _RAVEL:
             kept.append(instr)
             continue
         leaves, offsets, length = instr.args
@@ -146,13 +148,8 @@ def _alias_roles(program: Program, renamed: dict[Var, Var]) -> None:
             else:
                 renamed[instr.out] = known.var
         else:
-            instr.takes((*_without_zeros(leaves, offsets, zeros), length))
-            kept.append(instr)
+            kept.append(replace(instr, args=(*_without_zeros(leaves, offsets, zeros), length)))
     program.instrs = kept
-
-
-def _is_ravel(instr: Instr) -> bool:
-    return bool(instr.op._schema.name == "fcg::ravel")
 
 
 def _is_role(
@@ -222,7 +219,7 @@ def _as_vector(
     calls = [makers[part] for part in parts if part in makers]
     if len(calls) < len(parts) or any(call.op is not calls[0].op for call in calls):
         return None
-    if calls[0].op is torch.ops.aten.as_strided.default:
+    if calls[0].op is AS_STRIDED:
         return _common_base(known, calls)
     if calls[0].op is not _WHERE:
         return None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...state.arena import BufferSpec
+from ..fx_passes.canonical import CAST
 from ..lifetimes import peak_bytes, storage_bytes
 from ..program import Instr, Program, Var, live, written_storages
 from .changes import Fresh
@@ -23,7 +24,6 @@ __all__ = ["join_summed_products"]
 
 _ADD = torch.ops.aten.add.Tensor
 _MM = torch.ops.aten.mm.default
-_CAST = torch.ops.aten._to_copy.default
 _T = torch.ops.aten.t.default
 _CAT = torch.ops.aten.cat.default
 # Casts of which each value, and each sum, of the first dtype is one of the second: the sum may be cast as a whole. Not
@@ -135,7 +135,10 @@ class _Sums:
             if not groups:
                 out.append(instr)
             elif len(left) == 1:
-                _hands_over(out[-1], instr.out)
+                # The last call makes the sum, in the memory in which it made its own.
+                for one in out[-1].inputs() if out[-1].is_view else ():
+                    one.storage = instr.out.storage
+                out[-1] = replace(out[-1], out=instr.out)
             else:
                 out += self._added(instr, left)
         return out
@@ -199,7 +202,7 @@ class _Sums:
         yield (right := make(_CAT, (list(rights), 0), (rows, width)))
         yield (made := make(_MM, (left.out, right.out), (height, width)))
         if group[0].term.spec.dtype != call.out.spec.dtype:
-            yield (made := make(_CAST, (made.out,), (height, width), dtype=group[0].term.spec.dtype))
+            yield (made := make(CAST, (made.out,), (height, width), dtype=group[0].term.spec.dtype))
         if group[0].turned:
             yield self._turned(made)
 
@@ -218,16 +221,9 @@ class _Sums:
         return replace(call, op=_T, args=(made,), kwargs={}, out=turned)
 
 
-def _hands_over(call: Instr, var: Var) -> None:
-    """Let a call make a variable, in the memory in which it makes what it does."""
-    for one in call.inputs() if call.is_view else ():
-        one.storage = var.storage
-    call.gives(var)
-
-
 def _casts(instr: Instr) -> bool:
     """Whether a call makes the dtype wider, and does nothing else."""
-    if instr.op is not _CAST or not instr.kwargs.keys() <= {"dtype", "layout", "device"}:
+    if instr.op is not CAST or not instr.kwargs.keys() <= {"dtype", "layout", "device"}:
         return False
     given, made = instr.args[0].spec, instr.out.spec
     return (given.dtype, made.dtype) in _WIDER and bool(replace(made, dtype=given.dtype) == given)

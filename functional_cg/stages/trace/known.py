@@ -185,7 +185,7 @@ def by_places(
 
 
 def as_filling(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], view: Callable[[Tensor, Sequence[int]], Tensor]
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[..., Tensor]
 ) -> tuple[Any, tuple[Tensor, Tensor, Tensor]] | None:
     """Return an op and its arguments for an indexing call that writes one number by one mask; else None.
 
@@ -195,7 +195,7 @@ def as_filling(
       func: The op.
       args: Its arguments.
       kwargs: Its arguments by name.
-      view: Returns a view of a tensor in another shape.
+      call: ``call(op, args, kwargs)`` runs an op.
     """
     fill = _FILLS.get(func)
     if fill is None:
@@ -211,7 +211,8 @@ def as_filling(
     if mask.dtype is not torch.bool:
         return None
     behind = into.dim() - masks[0] - mask.dim()
-    return fill, (into, view(mask, [*mask.shape, *[1] * behind]), view(number, []))
+    mask = call(_aten.view.default, (mask, [*mask.shape, *[1] * behind]), {})
+    return fill, (into, mask, call(_aten.view.default, (number, []), {}))
 
 
 def filled(func: Any, args: Sequence[Any], call: Callable[..., Tensor]) -> Tensor:

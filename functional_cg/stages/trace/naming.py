@@ -80,11 +80,10 @@ def module_fix(tensor: Tensor) -> str:
         if owns(owner, tensor):
             fix = _pure_module_fix(owner, _called_as(owner, frame))
         elif isinstance(owner, Apply):
-            given = {root: frame.f_locals.get(root) for root in ("params", "buffers")}
-            roots = [
-                root for root, tree in given.items() if isinstance(tree, dict) and _stands_in(tree, tensor)
-            ]
-            fix = _state_fix(roots[0]) if roots else fix
+            for root in ("buffers", "params"):
+                tree = frame.f_locals.get(root)
+                if isinstance(tree, dict) and any(one is tensor for one in tree.values()):
+                    fix = _state_fix(root)
     return fix
 
 
@@ -92,10 +91,6 @@ def owns(owner: Any, tensor: Tensor) -> TypeGuard[torch.nn.Module]:
     if not isinstance(owner, torch.nn.Module):
         return False
     return any(tensor is one for one in (*owner.parameters(), *owner.buffers()))
-
-
-def _stands_in(tree: dict[str, Any], tensor: Tensor) -> bool:
-    return any(one is tensor for one in tree.values())
 
 
 def _called_as(owner: Any, frame: FrameType) -> str:

@@ -5,7 +5,7 @@ A kernel may read such an element before or after it writes it. Torch raises whe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -36,9 +36,9 @@ def reads_what_it_writes(
     if row.product:  # each element is read for a whole row
         read = list(tensors_in([*args, *(one for key, one in kwargs.items() if key != "out")]))
         of_itself = "out" not in kwargs  # it adds to its first argument
-        return any(_share(one, other) for one in written for other in read[of_itself:])
-    read = list(tensors_in([*args, *kwargs.values()]))
-    return any(_crosses(one, other) for one in written for other in read)
+        return any(share_bytes(*pair) for pair in _in_one_storage(written, read[of_itself:]))
+    pairs = _in_one_storage(written, list(tensors_in([*args, *kwargs.values()])))
+    return any(one is not other and crosses(one, other) for one, other in pairs)
 
 
 def _one_by_one(args: Sequence[Any]) -> bool:
@@ -59,9 +59,5 @@ def _one_by_one(args: Sequence[Any]) -> bool:
     )
 
 
-def _share(one: Tensor, other: Tensor) -> bool:
-    return storage_key(one) == storage_key(other) and share_bytes(one, other)
-
-
-def _crosses(one: Tensor, other: Tensor) -> bool:
-    return one is not other and storage_key(one) == storage_key(other) and crosses(one, other)
+def _in_one_storage(written: Sequence[Tensor], read: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    return ((one, other) for one in written for other in read if storage_key(one) == storage_key(other))

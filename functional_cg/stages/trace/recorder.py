@@ -205,7 +205,7 @@ class Recorder(TorchDispatchMode):
         if reason := sync_reason(func, args, kwargs):
             if known := self._known_result(func, args, kwargs):
                 return known[0]
-            if filling := as_filling(func, args, kwargs, self._view):
+            if filling := as_filling(func, args, kwargs, self._dispatch):
                 return self._dispatch(*filling, {})
             if (valid := taken_as_valid(func, args, self._dispatch)) is not None:
                 return valid
@@ -223,9 +223,6 @@ class Recorder(TorchDispatchMode):
         if not self._fold(func, args, out):
             self._record(func, args, kwargs, out, written)
         return out
-
-    def _view(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
-        return self._dispatch(torch.ops.aten.view.default, (tensor, shape), {})  # type: ignore[no-any-return]
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return what a tensor of the trace holds, if that is the same in each replay; else None."""

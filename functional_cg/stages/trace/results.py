@@ -6,7 +6,6 @@ Results are tensors, by their variables; besides them, only immutable values are
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -20,10 +19,11 @@ from ...errors import ForeignTensorError, LayoutError, SideEffectError
 from ...state.arena import BufferSpec
 from ...state.boundary import held, sharding_fix
 from ...tree import KeyPath, Treedef, path_string, structure_diff
-from ..program import Application, Instr, Program, Var, highest, written_storages
+from ..passes.changes import Fresh
+from ..program import Application, Instr, Program, Var, written_storages
 from .recipe import Recipe
 
-__all__ = ["copy_written_inputs", "read_reports", "read_result", "refuse_new_state"]
+__all__ = ["copy_what_is_written", "read_reports", "read_result", "refuse_new_state"]
 
 # Types that define no hash but are immutable, or that nobody would mutate.
 _ATOMS = (torch.dtype, torch.layout, torch.memory_format, type, type(None), FunctionType, BuiltinFunctionType)
@@ -78,24 +78,31 @@ def read_reports(program: Program, var_of: Callable[[Tensor], Var | None], work:
             program.replaced[-1].append([(old, new) for old, new in pairs if old and new])
 
 
-def copy_written_inputs(program: Program, names: Sequence[str]) -> None:
-    """Let a program that writes some of its inputs in place write copies of them.
+def copy_what_is_written(program: Program, names: Sequence[str]) -> None:
+    """Let a program that writes some of its inputs or literals in place write copies of them.
 
-    The staged inputs stay as the call passed them: several runs, as a warm-up and a replay, start from the same values.
+    Staged inputs stay as the call passed them, and literals as they are: several runs, as a warm-up and a replay, start
+    from the same values.
 
     Args:
       program: The program.
       names: Names of its inputs.
     """
-    written = written_storages(program.instrs)
-    index, storage = highest(program)
+    written, fresh = written_storages(program.instrs), Fresh(program)
+
+    def staged(var: Var) -> Var:
+        source = fresh.like(var)
+        copy = Instr(torch.ops.aten.clone.default, (source,), {}, var, (), None, inner=True)
+        program.instrs.insert(0, copy)
+        return source
+
     for place, (name, var) in enumerate(zip(names, program.inputs, strict=True)):
         if var.storage in written:
-            index, storage = index + 1, storage + 1
-            staged = program.inputs[place] = replace(var, index=index, storage=storage)
-            copy = Instr(torch.ops.aten.clone.default, (staged,), {}, var, (), None, inner=True)
-            program.instrs.insert(0, copy)
+            program.inputs[place] = staged(var)
             program.copied.append(name)
+    for one in program.constants:
+        if one.var.storage in written:
+            one.var = staged(one.var)
 
 
 def _refuse_unreturnable(function: str, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> None:

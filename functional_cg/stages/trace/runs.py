@@ -34,7 +34,7 @@ from .exceptions import ended_checkpoints, mapped, raised_at
 from .host import HostGuard, refuse_changes, refuse_moved
 from .recipe import Recipe
 from .recorder import Recorder
-from .results import copy_written_inputs, read_reports, read_result
+from .results import copy_what_is_written, read_reports, read_result
 from .strays import GradsOfConstants, are_kept, disown, refuse_kept, refuse_unfound
 from .twice import another_run, another_start, refuse_cold
 
@@ -136,16 +136,12 @@ def agree(one: Recipe, other: Recipe) -> bool:
     randomness, runs, collecting = HostRandomness.read(), list[Recorder](), open_groups()
     try:
         with torch.inference_mode(False):
-            first, second = (_run(recipe, _nothing, runs).program for recipe in (one, other))
+            first, second = (_run(recipe, lambda: None, runs).program for recipe in (one, other))
             return another_run(first, second) is None
     except Exception:  # whatever the function raises for the other one: its own trace says so
         return False
     finally:
         _clear(randomness, collecting, runs)
-
-
-def _nothing() -> None:
-    """Do what a checkpoint does where nobody waits."""
 
 
 def _clear(randomness: HostRandomness, collecting: Any, runs: list[Recorder]) -> None:
@@ -216,6 +212,6 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
         _clear(randomness, collecting, runs)
     recorder.program.tables = [(table.name, table.tensor) for table in recorder.tables]
     recorder.blocks.fold()
-    copy_written_inputs(recorder.program, recipe.input_names)
+    copy_what_is_written(recorder.program, recipe.input_names)
     watched.let_go()
     return recorder.program, watched

@@ -126,14 +126,10 @@ def _give_values(
             continue
         place = var.spec.shape, var.spec.stride, var.offset
         value = aside_from_modes(partial(torch.as_strided, memory, *place))
-        tensors[number] = _nothing  # torch swaps nothing that is weakly referenced
+        tensors[number] = lambda: None  # torch swaps nothing that is weakly referenced
         with suppress(RuntimeError):  # nor what more than Python refers to
             torch.utils.swap_tensors(tensor, value)
         tensors[number] = weakref.ref(tensor)
-
-
-def _nothing() -> None:
-    """Stand for a weak reference to what is gone."""
 
 
 def _without_values(function: str, var: Var, site: Location | None) -> SideEffectError:

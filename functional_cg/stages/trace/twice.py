@@ -109,7 +109,9 @@ def another_run(first: Program, second: Program) -> Difference | None:
     results = zip(first.output_paths, first.outputs, second.outputs, strict=False)
     rows: list[tuple[str, object, object]]
     rows = [
-        (path_string(path, "metrics"), repr(a), repr(b)) for path, a, b in results if not _same_result(a, b)
+        (path_string(path, "metrics"), repr(a), repr(b))
+        for path, a, b in results
+        if not (_same(a, b) if isinstance(a, Var) else same(b, a))
     ]
     shown = zip_longest(first.reports, second.reports)
     rows += [("what is shown", a, b) for a, b in shown if str(a) != str(b)]
@@ -124,10 +126,6 @@ def another_run(first: Program, second: Program) -> Difference | None:
             "return a tensor; or add it to the `metrics` that the step returned, in the loop.",
         )
     return None
-
-
-def _same_result(a: Any, b: Any) -> bool:
-    return _same(a, b) if isinstance(a, Var) else same(b, a)
 
 
 def another_program(first: Program, second: Program) -> Difference | None:
