@@ -560,34 +560,6 @@ def test_a_step_may_put_back_what_it_replaces(places: list[str], put_back: bool)
             step(torch.ones(()))
 
 
-class Slotted:
-    __slots__ = ("collector",)
-
-    def __init__(self) -> None:
-        self.collector: Any = None
-
-
-@pytest.mark.parametrize(
-    ("held", "last", "runs"),
-    [
-        (SimpleNamespace(collector=None), None, 2),
-        (SimpleNamespace(collector=None), 1, 3),
-        (Slotted(), None, 3),
-    ],
-    ids=["put back", "not put back", "nobody knows"],
-)
-def test_what_is_put_back_takes_no_third_run(held: Any, last: int | None, runs: int, capsys: Any) -> None:
-    def step(x: Any) -> Any:
-        print("run")  # noqa: T201
-        held.collector = [2.0]
-        total = sum(held.collector)
-        held.collector = last and [last]
-        return x * total
-
-    fcg.graph_fn(step)(X)
-    assert capsys.readouterr().out.count("run") == runs
-
-
 @dataclass(frozen=True)
 class Rates:
     low: float = 2.0

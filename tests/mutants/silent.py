@@ -106,13 +106,6 @@ SILENT = (
         no_gpu=NO_GPU,
     ),
     Mutant(
-        "N170",
-        "what a step replaces and does not put back counts as put back",
-        (("            if before is UNKNOWN or not", "            if before is UNKNOWN and not"),),
-        (f"{HOST}test_moving.py::test_what_is_put_back_takes_no_third_run[not put back]",),
-        no_gpu=NO_GPU,
-    ),
-    Mutant(
         "N171",
         "a plan with templates keeps what it was bound to until garbage is looked for",
         (("{name: names.pop(name) for name in", "{name: names[name] for name in"),),

@@ -1,4 +1,4 @@
-"""Trace a step: run the user's function on fake tensors twice, or three times if it changes Python objects.
+"""Trace a step: run the user's function on fake tensors twice, or three times if it changes objects in place.
 
 The first run gives the program; the second is compared with it, and tells what the function reads on the host.
 """
@@ -125,7 +125,7 @@ def _watched(
                 raise
             disown(run.program, run.history.given, run.release(), run.variables.standing)
             entries, autocast = reads.finish(), reads.says_autocast
-        if not (reads.disturbed and (reads.taken_from() or reads.changes.any_of_before())):
+        if not (reads.disturbed and (reads.taken_from() or reads.changes_older())):
             break  # else what the step has made may pass for older
     halves = any(var.spec.dtype in (torch.float16, torch.bfloat16) for var in run.variables.standing)
     return run, reads, HostWatch(entries, ["autocast"] * autocast + ["halves"] * halves)
@@ -176,7 +176,7 @@ def _refuse_another_order(recipe: Recipe, program: Program) -> None:
 
 
 def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tuple[Program, HostWatch]:
-    """Trace a step twice on fake tensors, a third time if it changes Python objects; no kernel is launched.
+    """Trace a step twice on fake tensors, a third time if it changes Python objects in place; no kernel is launched.
 
     Args:
       recipe: What to trace.
@@ -203,7 +203,7 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
             refuse_unfound(recorder.tables, again.tables, watched.identical, reads.memory.remembered)
             refuse_changes(recipe.name, modes, watched, reads)
             _refuse_another_order(recipe, recorder.program)
-            if reads.changes.any_of_before():  # does it read what it has changed?
+            if reads.changes_older():  # does it read what it has changed?
                 _run(recipe, checkpoint, runs)
                 refuse_moved(recipe.name, watched.differences())
     except FunctionalCGError as error:

@@ -46,7 +46,7 @@ from .kinds import (
     stored_in_class,
     stores,
 )
-from .places import ATTRIBUTE, CELL, GONE, ITEM, PART, Changes, Entry, How, Memory, Place, Step, parts_of
+from .places import ATTRIBUTE, CELL, GONE, ITEM, PART, Entry, How, Memory, Place, Step, parts_of
 from .values import Contents, Shape, in_classes, instance_dict, is_array, is_container, is_value, missing
 
 __all__ = ["GETTERS", "HostReads", "first_argument"]
@@ -106,7 +106,7 @@ class HostReads:
         self.entries: dict[Any, Entry] = {}
         self.frame: FrameType | None = None
         self._taken: dict[Place, tuple[Any, Location]] = {}  # a random generator with its state before
-        self.changes = Changes()
+        self._changed: dict[int, Place] = {}  # keeps the objects alive, so that an id is not reused
         self.asked_types: list[Location] = []
         self.threads: list[Location] = []
         self.says_autocast = self.disturbed = False
@@ -198,13 +198,15 @@ class HostReads:
     def wrote(self, owner: Any, step: Step) -> None:
         """Record a write: the step does not depend on what it writes before it reads."""
         self._seen.add((id(owner), step.way, type(step.key), step.key))
-        if owner is not UNKNOWN and not is_value(owner):
-            self.changes.replaces(self.place(owner), step)
 
     def changed(self, owner: Any) -> None:
         """Record that the step changes an object; what it reads there later may go on from call to call."""
         if owner is not UNKNOWN and not is_value(owner):
-            self.changes.changed(self.place(owner))
+            self._changed[id(owner)] = self.place(owner)
+
+    def changes_older(self) -> bool:
+        """Whether the step has changed an object that is older than it."""
+        return any(place.root.value is not GONE and place.root.outlives for place in self._changed.values())
 
     def put(self, owner: Any, key: Any) -> None:
         """Record ``owner[key] = ...``."""
@@ -374,7 +376,6 @@ class HostReads:
         An object was made by the step if it was made since the run began.
         """
         self.frame = None
-        self.changes.settle()
         self._registries.clear()
         places = [place for place in self._places.values() if place.owner is None and not place.outlives]
         self._places.clear()
