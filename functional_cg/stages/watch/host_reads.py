@@ -139,6 +139,10 @@ class HostReads:
         known = self._places.get(id(value))
         if known is not None:
             return known
+        if issubclass(type(value), ModuleType) and sys.modules.get(value.__name__) is value:
+            # As an `import` finds it. No known place: libraries look there for what they can do.
+            step, imported = Step(ITEM, value.__name__), Place(sys.modules, "sys.modules")
+            self.compare(imported, step, How.IDENTICAL, value, value.__name__, defines=True)
         if issubclass(type(value), type | ModuleType):
             return self.root(value, value.__name__)
         held = {} if self.frame is None else self.frame.f_locals
@@ -271,21 +275,6 @@ class HostReads:
         place = None if value is UNKNOWN or is_value(value) else self.known(value)
         if place is not None and place.owner is not None:
             self.compare(place.owner, place.step, How.IDENTICAL, value, place.name)
-
-    def unlike(self, value: Any, other: Any) -> None:
-        """Record that an object is not ``other``, such as a default: it may be replaced by any third one."""
-        self.identity(other)
-        place, fixed = self.known(value), self.known(other)
-        if place is None or place.owner is None or fixed is None:
-            self.identity(value)
-        else:
-            self.part(
-                place,
-                functools.partial(operator.is_, other),
-                False,
-                f"{place.name} is {fixed.name}",
-                id(other),
-            )
 
     def part(
         self, place: Place, read: Any, value: Any, name: str, key: Any = None, *, defines: bool = False
@@ -682,14 +671,6 @@ class HostReads:
             for name, (step, value) in zip(those, parts_of(defaults), strict=True):
                 if held.get(name, missing) is value:
                     self.found(self._places.setdefault(id(defaults), owner), step, value, name)
-
-    def imported(self, name: str, module: ModuleType) -> None:
-        """Record what an ``import`` in a function finds."""
-        if is_user_module(module):
-            of_all = Place(
-                sys.modules, "sys.modules"
-            )  # no known place: libraries look there for what they can do
-            self.compare(of_all, Step(ITEM, name), How.IDENTICAL, module, name, defines=True)
 
     def of_library(self, module: ModuleType, name: str) -> None:
         """Record what the user's code finds in a library's module, or that it finds nothing.
