@@ -11,6 +11,7 @@ Steps:
   Lowered, Captured    a step that was traced and checked for one layout; and then captured
   prefetch          copy the next batches to the step's device while it runs
   bucket            pad batches of any length to a few sizes
+  record            record the last calls, to go back to any of them and see where it went wrong
 
 States:
 
@@ -26,16 +27,14 @@ States:
 
 Inside of a step:
 
-  value_and_grad    the value of a function, and its gradient
-  grad              the gradient alone
+  value_and_grad, grad   the value of a function and its gradient; the gradient alone
   microbatches      average gradients over slices of the batch
   from_module       an ``nn.Module`` as a pure function, with its parameters and buffers
   remat             recompute in the backward pass instead of keeping values
   cond              select between two branches on the device
   scan              loop over the first dimension of a tensor
   sweep             train many models at once with a step of one
-  tap               record a value, to be read after any call
-  debug_print       print values at each call
+  tap, debug_print  record a value, to be read after any call; print values at each call
   LossScale         a dynamic loss scale for float16
 
 Modules:
@@ -100,6 +99,7 @@ from .names import missing as _missing
 from .nn import from_module as from_module
 from .precision import LossScale as LossScale
 from .prefetch import prefetch as prefetch
+from .recorder import record as record
 from .state.handle import place as place
 from .state.handle import snapshot as snapshot
 from .state.lifecycle import fork as fork

@@ -66,7 +66,8 @@ _HERE = _table("""
     tree_unflatten | `fcg.tree.unflatten(treedef, leaves)`
     tree_at | `fcg.tree.at(lambda s: s.params["w"], state, value)`
     Module Linear Conv1d Conv2d Dropout LayerNorm BatchNorm1d BatchNorm2d Embedding Sequential Parameter | `torch.nn.NAME`, and `apply, params, buffers = fcg.from_module(model)`
-    debug_nans detect_anomaly set_detect_anomaly find_nonfinite | `train_step.find_nonfinite(state, batch)`
+    debug_nans detect_anomaly set_detect_anomaly find_nonfinite | `train_step.find_nonfinite(state, batch)`; to look back from a NaN, `fcg.record(train_step)`
+    rewind Recorder recorder flight_recorder | `train = fcg.record(train_step)`, then `train(state, batch)` and `state = train.rewind(state, -1)`
     ensemble stack_module_state | `fcg.sweep(train_step)`, a step of many models at once
     print | `fcg.debug_print("loss {}", loss)`
     testing report bench examples | `import functional_cg.NAME`

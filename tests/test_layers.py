@@ -60,6 +60,7 @@ LAYERS = {
         "train_state",
         "graph_step",
         "prefetch",
+        "recorder",
         "sharding",
         "__init__",
         "testing",

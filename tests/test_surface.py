@@ -28,6 +28,7 @@ FUNCTIONS = (
     "microbatches",
     "place",
     "prefetch",
+    "record",
     "save",
     "snapshot",
     "state_dict",

@@ -201,6 +201,13 @@ def check_prefetch() -> None:
     fcg.prefetch(batches, step_fn)  # type: ignore[arg-type]
 
 
+def check_record(state: State) -> None:
+    train = fcg.record(fcg.graph_step(step_fn))
+    assert_type(train(state, batch), tuple[State, dict[str, Tensor]])
+    train(state)  # type: ignore[call-arg]
+    fcg.record(step_fn)  # type: ignore[arg-type]
+
+
 def check_costs(state: State) -> None:
     lowered = fcg.graph_step(step_fn).lower(state, batch)
     assert_type(lowered.cost_analysis().flops, int)

@@ -76,11 +76,9 @@ class Lease:
         arena.join()
         with ordinary():
             without_gradients()
-            # Everything that can fail happens before the generation is incremented.
-            here = [value.detach().to(arena.device) for value in values]
             calls: list[Callable[[], Any]] = [self.raised()]
             if positions:
-                calls += copies([arena.slots[i] for i in positions], here)
+                calls += copies([arena.slots[i] for i in positions], [value.detach() for value in values])
             uninterrupted(calls)
 
 

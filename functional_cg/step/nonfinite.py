@@ -38,7 +38,7 @@ class NonfiniteCall(LocatedCall):
     """A call that makes a NaN or an infinity: what :class:`LocatedCall` says, and its values.
 
     Attributes:
-    made: What it makes, in words: dtype, shape, and how many elements are not finite.
+      made: What it makes, in words: dtype, shape, and how many elements are not finite.
       reads: What it reads, in words: dtype, shape, name if it has one, and the range of its elements.
     """
 
@@ -56,6 +56,7 @@ class Nonfinite(Report):
       given: What is not finite and no call here has made, in words: leaves, inputs, constants, values of other ranks.
       results: The names of metrics and of new leaves that are not finite.
       compiled: Whether only the compiled step makes them, and the traced calls do not.
+      number: Of the call in a recording, see :func:`functional_cg.record`.
     """
 
     function: str
@@ -63,6 +64,7 @@ class Nonfinite(Report):
     given: tuple[str, ...] = ()
     results: tuple[str, ...] = ()
     compiled: bool = False
+    number: int | None = None
 
     def __bool__(self) -> bool:
         return bool(self.results)
@@ -71,7 +73,8 @@ class Nonfinite(Report):
         if not self:
             return [f"{self.function}: all results are finite"]
         more = f" and {len(self.results) - _NAMED:,} more" if len(self.results) > _NAMED else ""
-        title = f"{self.function}: not finite: {', '.join(self.results[:_NAMED])}{more}"
+        name = self.function if self.number is None else f"{self.function}, call {self.number:,}"
+        title = f"{name}: not finite: {', '.join(self.results[:_NAMED])}{more}"
         if self.compiled:
             return [title, "  The compiled step makes them; its traced calls, run one by one, are finite."]
         shown = [

@@ -25,6 +25,7 @@ __all__ = [
     "ONCE",
     "OPPONENTS",
     "OURS",
+    "RECORDED",
     "TUNED",
     "UPDATES",
     "VARIANTS",
@@ -45,22 +46,24 @@ FEW = f"ours-{FEW_LEAVES}-leaves"  # the same step over this few leaves: the dif
 TUNED = "ours-max-autotune"  # with the options of inductor that `max-autotune` sets
 LANES = "ours-branches"  # with launches side by side where that pays, and no part compiled once
 LINE = "ours-line"  # with all launches in one line
+RECORDED = "ours-recorded"  # by `fcg.record(step)`
 # With less or more memory for what the forward keeps: `activation_memory_budget`, in percent.
 BUDGETS = MappingProxyType({f"ours-budget-{percent}": percent / 100 for percent in (0, 25, 50, 75, 100)})
 ONCE = "ours-compile-once"  # equal parts are compiled once
-VARIANTS = (*UPDATES, *FEEDS, FEW, LANES, LINE, TUNED, ONCE, *BUDGETS)
+VARIANTS = (*UPDATES, *FEEDS, FEW, LANES, LINE, TUNED, ONCE, RECORDED, *BUDGETS)
 OPPONENTS = (
     "eager", "compile", "reduce-overhead", "graphed-callables", "hand-graph", "hand-graph-compiled",
     "cudagraph-module", "max-autotune", "jax",
 )  # fmt: skip
 # For a module as it is.
-MODULES = (*OURS, TUNED, ONCE, "eager", "compile", "reduce-overhead", "max-autotune")
+MODULES = (*OURS, TUNED, ONCE, RECORDED, "eager", "compile", "reduce-overhead", "max-autotune")
 COMPILED = (
     OURS[0],
     LANES,
     LINE,
     TUNED,
     ONCE,
+    RECORDED,
     *BUDGETS,
     "compile",
     "reduce-overhead",

@@ -15,7 +15,7 @@ from torch._inductor import config, list_mode_options
 import functional_cg as fcg
 
 from ..modules import ModuleWorkload
-from ..system import BETAS, BUDGETS, EPS, ONCE, TUNED, System, Unavailable, nothing, there, waiter
+from ..system import BETAS, BUDGETS, EPS, ONCE, RECORDED, TUNED, System, Unavailable, nothing, there, waiter
 from ..workloads import Batch
 from .of_step import counts
 from .torch_systems import optimizer_for
@@ -95,10 +95,12 @@ def _ours(
         (loss, buffers), grads = fcg.value_and_grad(loss_fn, has_aux=True)(state.params)
         return state.apply_gradients(grads, buffers=buffers), {"loss": loss}
 
+    made: Any = fcg.record(step) if name == RECORDED else step
+
     def run(batch: Batch) -> Any:
         compiles = name == TUNED and not step.stats.captures
         with _tuned() if compiles else contextlib.nullcontext():
-            states[0], metrics = step(states[0], batch)
+            states[0], metrics = made(states[0], batch)
         return metrics["loss"]
 
     def close() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import functional_cg as fcg
 from functional_cg.step.costs import CostAnalysis
 
 from ..system import OURS, System, waiter
@@ -16,7 +17,9 @@ from ..workloads import Batch
 __all__ = ["counts", "of_step"]
 
 
-def of_step(step: Any, state: Any, device: torch.device, batches: Sequence[Batch]) -> System:
+def of_step(
+    step: Any, state: Any, device: torch.device, batches: Sequence[Batch], *, recorded: bool = False
+) -> System:
     """Build a system of a captured step.
 
     Args:
@@ -24,11 +27,12 @@ def of_step(step: Any, state: Any, device: torch.device, batches: Sequence[Batch
       state: Its first state.
       device: Where both are.
       batches: Batches on that device.
+      recorded: Whether its calls are recorded.
     """
-    states = [state]
+    states, made = [state], fcg.record(step) if recorded else step
 
     def run(batch: Batch) -> Any:
-        states[0], metrics = step(states[0], batch)
+        states[0], metrics = made(states[0], batch)
         return metrics["loss"]
 
     def close() -> None:

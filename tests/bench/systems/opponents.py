@@ -16,7 +16,20 @@ import functional_cg as fcg
 from ..modules import ModuleWorkload
 from ..rl.systems import of_learner
 from ..rl.workloads import LearnerWorkload
-from ..system import BETAS, EPS, FEW, FEW_LEAVES, LINE, OURS, VARIANTS, System, Unavailable, there, waiter
+from ..system import (
+    BETAS,
+    EPS,
+    FEW,
+    FEW_LEAVES,
+    LINE,
+    OURS,
+    RECORDED,
+    VARIANTS,
+    System,
+    Unavailable,
+    there,
+    waiter,
+)
 from ..workloads import MANY_LEAVES, Batch, Workload
 from . import rules
 from .by_hand import by_hand, in_tensordict
@@ -101,7 +114,7 @@ def ours(
       options: Further options of :func:`functional_cg.graph_step`.
     """
     step: Any = fcg.graph_step(_step_of(work, variant), lowering=lowering, **options)
-    return of_step(step, _state_of(work, device, variant), device, batches)
+    return of_step(step, _state_of(work, device, variant), device, batches, recorded=variant == RECORDED)
 
 
 def _state_of(work: Workload, device: torch.device, variant: str) -> Any:
