@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ambient import rehearsal
+from ..ambient.running import running
 from ..errors import ForeignTensorError, ReadOnlyError, SideEffectError
 from ..pytree.nodes import same_static
 from .storage import storage_of
@@ -180,7 +180,7 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
 @contextlib.contextmanager
 def copying() -> Iterator[None]:
     """Copy iterators without a warning: Python 3.12 and 3.13 say that 3.14 will not."""
-    with rehearsal.copying(), warnings.catch_warnings():
+    with running().copying(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Pickle, copy, and deepcopy support", DeprecationWarning)
         yield
 

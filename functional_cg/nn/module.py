@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import tree as pytree
-from ..ambient.own_work import name_of, own_work, watched
+from ..ambient.running import name_of, own_work, running
 from ..ambient.setting import in_a_backward
 from ..errors import LayoutError
 from ..manual import Documented
@@ -210,7 +210,7 @@ class Apply(metaclass=Documented):
         """
         self._original.check()
         params, buffers = self._by_name(params, buffers)
-        if (work := watched()) is not None:
+        if (work := running().work) is not None:
             work.buffers += map(unwrapped, buffers.values())
             work.fixed |= {id(tensor): (name, tensor) for name, tensor in self._fixed.items()}
         self._refuse_key(key)
@@ -264,7 +264,7 @@ class Apply(metaclass=Documented):
             if new[name] is copies[name] and storage_of(new[name]) not in effects.written
         }
         values = {name: buffers[name] if name in kept else new[name].detach() for name in buffers}
-        work = watched()
+        work = running().work
         if work is not None and not in_a_backward():  # there `remat` recomputes only for the gradients
             written = [name for name in buffers if name not in kept]
             parts = dict.fromkeys(name.rpartition(".")[0] for name in written)

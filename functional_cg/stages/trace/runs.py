@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from ... import tree as pytree
-from ...ambient.own_work import watching
-from ...ambient.rehearsal import tracing
+from ...ambient.running import tracing
 from ...ambient.setting import canonical
 from ...ambient.torch_modes import modes_now
 from ...concurrency.garbage import new_objects, no_garbage_collection
@@ -75,7 +74,7 @@ def _run(
         recorder.declare(name, constant)
     follow = nullcontext() if reads is None else follower.following()
     guard = HostGuard(recorder.rules, recorder.value_of)
-    with watching(recorder.work), canonical(recorder.mesh, declared), without_log():
+    with canonical(recorder.mesh, declared), without_log():
         with ended_checkpoints(), mode, recorder, guard, follow, tracing(recorder):
             result = recipe.apply(recipe.function, trees, inputs)
             if reads is not None:
