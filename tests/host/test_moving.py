@@ -365,6 +365,13 @@ step:
     return x * 2
 refused: SideEffectError: changes \d values of the host.*held\["calls"\]  before 1   after 2
 
+# a count of keys, of which each run adds another one
+held = {}
+step:
+    held[time.perf_counter()] = 1
+    return x * (5.0 if len(held) > 2 else 2.0)
+refused: SideEffectError: changes a value of the host while it runs.*len\(held\)  before 2   after 3
+
 # a mode of torch
 step: (torch.set_default_dtype(torch.float64), x * 2)[1]
 refused: SideEffectError: torch.get_default_dtype\(\)  before torch.float32   after torch.float64

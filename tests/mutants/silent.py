@@ -106,6 +106,15 @@ SILENT = (
         no_gpu=NO_GPU,
     ),
     Mutant(
+        "N170",
+        "what a step stores under a key or a name changes nothing that it reads another time",
+        (("step.key))\n        self.changed(owner)\n", "step.key))\n"),),
+        (
+            f"{HOST}test_moving.py::test_what_moves_is_refused[a count of keys, of which each run adds another one]",
+        ),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
         "N171",
         "a plan with templates keeps what it was bound to until garbage is looked for",
         (("{name: names.pop(name) for name in", "{name: names[name] for name in"),),
@@ -390,8 +399,8 @@ SILENT = (
         "nothing of a copy is followed, not even what the user's own code does for it",
         (
             (
-                "            self._hooks.append(frame)\n",
-                "            pass\n",
+                "return self.copies and not any(map(self.owned, inner))",
+                "return self.copies and not self.owned(frame)",
             ),
         ),
         (f"{HOST}test_calls.py::test_row[what a copy with help reads]",),

@@ -1,4 +1,4 @@
-"""Trace a step: run the user's function on fake tensors twice, or three times if it changes objects in place.
+"""Trace a step: run the user's function on fake tensors twice, or three times if it changes Python objects.
 
 The first run gives the program; the second is compared with it, and tells what the function reads on the host.
 """
@@ -175,7 +175,7 @@ def _refuse_another_order(recipe: Recipe, program: Program) -> None:
 
 
 def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tuple[Program, HostWatch]:
-    """Trace a step twice on fake tensors, a third time if it changes Python objects in place; no kernel is launched.
+    """Trace a step twice on fake tensors, a third time if it changes Python objects; no kernel is launched.
 
     Args:
       recipe: What to trace.

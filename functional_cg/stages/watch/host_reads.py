@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from ...messages.source import Location, is_installed
+from ...messages.source import Location
 from .evaluation import function_of
 from .kinds import (
     AS_STORED,
@@ -76,6 +76,7 @@ _BUILTIN_ITEMS = frozenset(
         defaultdict,
     )
 )
+_DISPATCHED = functools.singledispatch(id).__code__  # of the functions that it makes
 _TAKES_ANY = 0x04  # code flag of functions with ``*args``
 
 
@@ -116,7 +117,6 @@ class HostReads:
         self._places: dict[int, Place] = {}
         self._seen: set[Any] = set()
         self.is_of_user: Callable[[type], bool] = functools.cache(is_user_class)
-        self._registries: dict[int, object] = {}
         self.root(os.environ, "os.environ")
         self._made_lately = made
         self._cells: dict[int, tuple[Place, Step]] = {}
@@ -139,12 +139,13 @@ class HostReads:
         known = self._places.get(id(value))
         if known is not None:
             return known
-        if issubclass(type(value), ModuleType) and sys.modules.get(value.__name__) is value:
-            # As an `import` finds it. No known place: libraries look there for what they can do.
-            step, imported = Step(ITEM, value.__name__), Place(sys.modules, "sys.modules")
-            self.compare(imported, step, How.IDENTICAL, value, value.__name__, defines=True)
         if issubclass(type(value), type | ModuleType):
-            return self.root(value, value.__name__)
+            name: str = value.__name__
+            if sys.modules.get(name) is value:
+                # As an `import` finds it. No known place: libraries look there for what they can do.
+                imported = Place(sys.modules, "sys.modules")
+                self.compare(imported, Step(ITEM, name), How.IDENTICAL, value, name, defines=True)
+            return self.root(value, name)
         held = {} if self.frame is None else self.frame.f_locals
         name = next((name for name, one in held.items() if one is value), type(value).__name__)
         return self.root(value, name, outlives=False)
@@ -158,14 +159,15 @@ class HostReads:
     def _arrived(self, place: Place) -> None:
         """Record what a callable stores for its calls: defaults, a bound object, arguments of a partial."""
         value = place.value
+        dispatched = value.dispatcher if issubclass(type(value), functools.singledispatchmethod) else value
+        if type(dispatched) is FunctionType and dispatched.__code__ is _DISPATCHED:
+            self.whole(self.root(vars(dispatched)["registry"], f"{place.name}.registry"))
         if is_user_function(value):
             code = value.__code__
             self.compare(place, Step(ATTRIBUTE, "__code__"), How.SAME, code, code.co_name, defines=True)
         elif type(value) is MethodType and place.owner is None:  # its binding cannot change
             self.root(value.__func__, place.name, outlives=place.outlives)
             self.root(value.__self__, "self", outlives=place.outlives)
-        elif issubclass(type(value), functools.singledispatchmethod):
-            self.whole(self.root(value.dispatcher.registry, f"{place.name}.registry"))
         elif issubclass(type(value), functools.partial | functools.partialmethod | MethodType):
             names = ("__func__", "__self__") if type(value) is MethodType else ("func", "args", "keywords")
             for name in names:
@@ -202,6 +204,7 @@ class HostReads:
     def wrote(self, owner: Any, step: Step) -> None:
         """Record a write: the step does not depend on what it writes before it reads."""
         self._seen.add((id(owner), step.way, type(step.key), step.key))
+        self.changed(owner)
 
     def changed(self, owner: Any) -> None:
         """Record that the step changes an object; what it reads there later may go on from call to call."""
@@ -286,11 +289,8 @@ class HostReads:
     def whole(self, place: Place, *, deep: bool = False) -> None:
         """Record all contents of a container; if ``deep``, also of all containers in it, however deep they lie."""
         left, met = [place], {id(place.value)}
-        by_its_library = self.frame is not None and _is_of_installed(self.frame)
         while left:
             held = (place := left.pop()).value
-            if id(held) in self._registries and by_its_library:
-                continue
             known = (id(held), None, How.CONTENTS) in self.entries
             if not known and not (contents := Contents(held)).of_the_trace:
                 self.compare(place, None, How.CONTENTS, contents, place.name)
@@ -365,7 +365,6 @@ class HostReads:
         An object was made by the step if it was made since the run began.
         """
         self.frame = None
-        self._registries.clear()
         places = [place for place in self._places.values() if place.owner is None and not place.outlives]
         self._places.clear()
         values = [place.value for place in places]
@@ -715,9 +714,7 @@ class HostReads:
         namespace = frame.f_globals
         if name in namespace:
             value = namespace[name]
-            if is_container(value) and _is_of_installed(frame):
-                self._registries[id(value)] = value  # others add to it; for this step that is no change
-            elif type(value) is ModuleType and not is_user_module(value):
+            if type(value) is ModuleType and not is_user_module(value):
                 place = self.root(
                     namespace, "globals()"
                 )  # no place of its own: what libraries read of it is theirs
@@ -769,11 +766,6 @@ def _among(made: set[int], young: Callable[[], Iterator[Any]], values: list[Any]
 
 
 _HERE = 3  # references to an object that such a loop looks at: of the list or dict, its own, and an argument
-
-
-def _is_of_installed(frame: FrameType) -> bool:
-    """Whether a frame's code belongs to an installed package rather than to the running project."""
-    return is_installed(str(frame.f_globals.get("__file__") or ""))
 
 
 def _definer(cls: type, name: str) -> type:

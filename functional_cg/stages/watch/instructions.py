@@ -181,9 +181,6 @@ class Instructions:
         function = callee.__func__ if type(callee) is MethodType else callee
         if self.own and function is threading.Thread.start:
             self.reads.threads.append(self.reads.site)
-        if args and _is_dispatched(function):
-            dispatch = operator.methodcaller("dispatch", type(args[0]))
-            self.reads.holds(function, dispatch, dispatch(function))
         if type(callee) is MethodType and inside(callee.__self__) is not None:
             self.use(callee.__self__)
         if handler is not None:
@@ -634,12 +631,6 @@ _BUILTINS: Mapping[Any, Callable[..., None]] = MappingProxyType(
         operator.itemgetter: Instructions._nothing,
     }
 )
-
-
-def _is_dispatched(function: Any) -> bool:
-    """Whether ``functools.singledispatch`` made a function."""
-    of_functools = type(function) is FunctionType and function.__code__.co_filename == functools.__file__
-    return of_functools and "registry" in vars(function)
 
 
 def _is_compiled(value: Any) -> bool:
