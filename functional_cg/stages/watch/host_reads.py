@@ -26,12 +26,10 @@ from torch.autograd.graph import Node
 from ...messages.source import Location
 from .evaluation import function_of
 from .kinds import (
-    AS_STORED,
     BUILTINS,
     UNKNOWN,
     Stored,
     advances,
-    bound,
     computes,
     definer_after,
     generator_state,
@@ -43,6 +41,7 @@ from .kinds import (
     is_user_class,
     is_user_function,
     is_user_module,
+    plain,
     stored_in_class,
     stores,
 )
@@ -395,8 +394,6 @@ class HostReads:
         ``stored`` bypasses the class's own ``__getattribute__``.
         """
         kind = type(owner)
-        if kind is str and name in ("format", "format_map"):
-            return getattr(owner, name)
         if owner is UNKNOWN or not self.has_parts(owner):
             return UNKNOWN
         if issubclass(kind, torch.Tensor):
@@ -410,7 +407,7 @@ class HostReads:
                 self.of_class(definer, name, found)
             place = self.root(owner.__self_class__, owner.__self_class__.__name__)
             self.part(place, which, definer, f"super().{name}", (owner.__thisclass__, name), defines=True)
-            return bound(found, owner.__self__)
+            return plain(found)
         if issubclass(kind, ModuleType) and not is_user_module(owner):
             return vars(owner).get(name, UNKNOWN)
         if issubclass(kind, type):
@@ -513,7 +510,7 @@ class HostReads:
             place = self.place(owner)
             shown = f"{place.name}.{name}"
             self.part(place, functools.partial(stores, name), False, shown, name, defines=True)
-        return bound(in_class, owner)
+        return UNKNOWN
 
     def _looked_up(self, owner: Any, name: str) -> Any:
         """Handle an attribute that is not stored: the class computes it, or it does not exist."""
@@ -543,9 +540,9 @@ class HostReads:
                 self.of_class(kind, name, meta)
             elif not issubclass(owner, enum.Enum):
                 self._lacks(self.root(owner, owner.__name__), name)
-            return bound(meta, owner)
+            return plain(meta)
         self.of_class(owner, name, found)
-        return found if type(found) in AS_STORED else bound(found, owner)
+        return plain(found)
 
     def of_class(self, cls: type, name: str, found: Any) -> None:
         """Record what a user's class stores under a name."""
@@ -584,10 +581,7 @@ class HostReads:
             self.use(owner)
             return UNKNOWN
         getter = in_classes(type(owner).__mro__, "__getitem__")
-        of_objects = is_array(owner) and owner.dtype.hasobject
-        if of_objects:
-            self.use(owner)
-        if not is_key(key) or not (of_objects or getter in _BUILTIN_ITEMS):
+        if not is_key(key) or getter not in _BUILTIN_ITEMS:
             self.use(owner)
             self.identity(key)
             return UNKNOWN

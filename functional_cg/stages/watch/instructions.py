@@ -394,8 +394,7 @@ class Instructions:
         self.reads.put(owner, key)
 
     def _write_slice(self, value: Any, owner: Any, start: Any, stop: Any) -> None:
-        self._resizes(owner)
-        self.changes(owner)
+        self._write_item(value, owner, slice(start, stop))
 
     def _resizes(self, owner: Any) -> None:
         """Record how long a container is of which the step replaces a slice, by one that may be longer or shorter."""
