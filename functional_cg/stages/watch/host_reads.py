@@ -75,7 +75,7 @@ _BUILTIN_ITEMS = frozenset(
         defaultdict,
     )
 )
-_DISPATCHED = functools.singledispatch(id).__code__  # of the functions that it makes
+_DISPATCHED = functools.singledispatch(id).__code__  # type: ignore[attr-defined]  # of all that it makes
 _TAKES_ANY = 0x04  # code flag of functions with ``*args``
 
 
@@ -172,9 +172,7 @@ class HostReads:
             for name in names:
                 part, shown = getattr(value, name), place.name + ".args" * (name == "args")
                 self.found(place, Step(ATTRIBUTE, name), part, shown)
-                held = self.known(part)
-                if held is not None and name in ("args", "keywords"):
-                    self.whole(held)
+                self.use(part)
 
     def found(self, owner: Place, step: Step, value: Any, name: str) -> None:
         """Record the value read at a step from a place."""
