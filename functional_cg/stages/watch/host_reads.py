@@ -75,7 +75,6 @@ _BUILTIN_ITEMS = frozenset(
         defaultdict,
     )
 )
-_DISPATCHED = functools.singledispatch(id).__code__  # type: ignore[attr-defined]  # of all that it makes
 _TAKES_ANY = 0x04  # code flag of functions with ``*args``
 
 
@@ -159,8 +158,11 @@ class HostReads:
         """Record what a callable stores for its calls: defaults, a bound object, arguments of a partial."""
         value = place.value
         dispatched = value.dispatcher if issubclass(type(value), functools.singledispatchmethod) else value
-        if type(dispatched) is FunctionType and dispatched.__code__ is _DISPATCHED:
-            self.whole(self.root(vars(dispatched)["registry"], f"{place.name}.registry"))
+        of_functools = (
+            type(dispatched) is FunctionType and dispatched.__code__.co_filename == functools.__file__
+        )
+        if of_functools and "registry" in vars(dispatched):  # as `singledispatch` makes it
+            self.whole(self.root(dispatched.registry, f"{place.name}.registry"))
         if is_user_function(value):
             code = value.__code__
             self.compare(place, Step(ATTRIBUTE, "__code__"), How.SAME, code, code.co_name, defines=True)
