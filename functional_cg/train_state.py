@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import TypeVar, dataclass_transform
 
 from . import tree as pytree
-from .ambient.own_work import hand_back, own_work
+from .ambient.running import hand_back, own_work
 from .errors import LayoutError
 from .manual import Documented
 from .messages.tracebacks import entry

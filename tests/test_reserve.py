@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import functional_cg as fcg
-from functional_cg.ambient.rehearsal import repeated, tensor_of
+from functional_cg.ambient.running import running
 from functional_cg.stages.plan import Buffers
 from functional_cg.stages.run.reserve import at_once, events, highest, taken
 from functional_cg.stages.sub_programs import SubProgram
@@ -122,12 +122,12 @@ def in_blocks(state: Any, x: Tensor) -> Any:
 
     kept, value, total = [], state["w"], state["w"]
     for _ in range(4):
-        value, saved = repeated("forward", forward, [value])
+        value, saved = running().repeated("forward", forward, [value])
         kept.append((value, saved))
     for _ in range(4):
-        first, second = repeated("backward", backward, [*kept.pop()])
-        total = total + tensor_of(second).sum()
-    return {"w": total + tensor_of(first).mean()}, {}
+        first, second = running().repeated("backward", backward, [*kept.pop()])
+        total = total + running().tensor(second).sum()
+    return {"w": total + running().tensor(first).mean()}, {}
 
 
 def named_late(state: Any, x: Tensor) -> Any:
@@ -139,8 +139,8 @@ def named_late(state: Any, x: Tensor) -> Any:
 
     total = state["w"]
     for _ in range(4):
-        (made,) = repeated("product", product, [total])
-        total = total + tensor_of(made)[:, :1024]
+        (made,) = running().repeated("product", product, [total])
+        total = total + running().tensor(made)[:, :1024]
     return {"w": total}, {}
 
 

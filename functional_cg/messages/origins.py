@@ -14,7 +14,7 @@ from itertools import takewhile
 
 import torch
 
-from ..ambient.own_work import OwnWork
+from ..ambient.running import OwnWork
 from .source import Location, locate
 
 __all__ = ["Origin", "Origins"]

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ambient import rehearsal
+from ..ambient.running import running
 from ..errors import ForeignTensorError, ReadOnlyError, SideEffectError
-from ..pytree.nodes import same_static
+from ..pytree.sameness import same
 from .storage import storage_of
 
 __all__ = [
@@ -121,11 +121,9 @@ def _below(value: Any) -> list[tuple[str, Any]]:
         return []
     if isinstance(value, nn.Module):
         return [*_of_module(value), *_of_class(type(value))]
-    if isinstance(value, dict):
-        inner = [(f"[{key!r}]", item) for key, item in value.items() if not isinstance(item, _PLAIN)]
-        return [*inner, *_attributes(value)]
-    if isinstance(value, (*_SEQUENCES, *_SETS)):
-        inner = [(f"[{i}]", item) for i, item in enumerate(value) if not isinstance(item, _PLAIN)]
+    if isinstance(value, (dict, *_SEQUENCES, *_SETS)):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        inner = [(f"[{key!r}]", item) for key, item in pairs if not isinstance(item, _PLAIN)]
         return [*inner, *_attributes(value)]
     if isinstance(value, MethodType):
         return [("", value.__self__)]
@@ -180,7 +178,7 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
 @contextlib.contextmanager
 def copying() -> Iterator[None]:
     """Copy iterators without a warning: Python 3.12 and 3.13 say that 3.14 will not."""
-    with rehearsal.copying(), warnings.catch_warnings():
+    with running().copying(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Pickle, copy, and deepcopy support", DeprecationWarning)
         yield
 
@@ -277,12 +275,7 @@ def _equal(before: Mapping[str, Any], after: Mapping[str, Any], path: str) -> bo
     if path not in before or path not in after:
         return False
     old, new = before[path], after[path]
-    if isinstance(old, Same):
-        return bool(old == new)
-    try:
-        return same_static(old, new)
-    except TypeError:
-        return old is new
+    return bool(old == new) if isinstance(old, Same) else same(new, old)
 
 
 def refuse_changed(name: str, before: Held, after: Held) -> None:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ambient.compiling import compiling
 from ..ambient.modes import beneath, dispatch_modes
-from ..ambient.own_work import own_work
+from ..ambient.running import own_work
 from ..errors import CaptureError, ImplicitRandomnessError, LayoutError, ReadOnlyError
 from ..messages.source import at_here, here
 from ..pipelines.tape import cut

@@ -6,13 +6,14 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from .. import tree as pytree
-from ..ambient.own_work import name_of, own_work, watched
+from ..ambient.running import name_of, own_work, running
 from ..ambient.setting import in_a_backward
 from ..errors import LayoutError
 from ..manual import Documented
@@ -99,7 +100,8 @@ def from_module(
     params = {name: p for name, p in module.named_parameters() if p.requires_grad}
     buffers = dict(module.named_buffers())
     buffers |= {name: p for name, p in module.named_parameters() if not p.requires_grad}
-    _refuse_shared(type(module).__name__, params | buffers)
+    flat, treedef = pytree.flatten(params | buffers)
+    refuse_aliases(treedef.paths(), flat, "params", type(module).__name__)
     made, ops = made_by_hooks(module), _ops_of(module)
     template = _template(module, ops, made.values())
     apply = Apply(
@@ -210,7 +212,7 @@ class Apply(metaclass=Documented):
         """
         self._original.check()
         params, buffers = self._by_name(params, buffers)
-        if (work := watched()) is not None:
+        if (work := running().work) is not None:
             work.buffers += map(unwrapped, buffers.values())
             work.fixed |= {id(tensor): (name, tensor) for name, tensor in self._fixed.items()}
         self._refuse_key(key)
@@ -257,14 +259,14 @@ class Apply(metaclass=Documented):
         refuse_exchanged(type(module).__name__, "params", memory, trained)
         memory = {name: memory_of(one) for name, one in given.items()}
         refuse_exchanged(type(module).__name__, "buffers", memory, copies)
-        new = {name: _lookup(module, name) for name in buffers}
+        new = {name: attrgetter(name)(module) for name in buffers}
         kept = {
             name
             for name in buffers
             if new[name] is copies[name] and storage_of(new[name]) not in effects.written
         }
         values = {name: buffers[name] if name in kept else new[name].detach() for name in buffers}
-        work = watched()
+        work = running().work
         if work is not None and not in_a_backward():  # there `remat` recomputes only for the gradients
             written = [name for name in buffers if name not in kept]
             parts = dict.fromkeys(name.rpartition(".")[0] for name in written)
@@ -365,11 +367,6 @@ def _owned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _refuse_shared(name: str, tensors: Mapping[str, Tensor]) -> None:
-    flat, treedef = pytree.flatten(dict(tensors))
-    refuse_aliases(treedef.paths(), flat, "params", name)
-
-
 def _template(module: nn.Module, ops: Mapping[int, Any], made: Iterable[Tensor]) -> nn.Module:
     """Copy the module with meta tensors, tied as before: a tensor that a call fails to replace raises when used."""
     with torch.inference_mode(False), torch.no_grad():
@@ -401,8 +398,3 @@ def _on_meta(tensor: Tensor) -> Tensor:
 def _alias(param: Tensor) -> Tensor:
     """Alias a parameter within its autograd graph; leaves, readers and `torch.func` tensors protect themselves."""
     return cast(Tensor, torch.ops.aten.alias(param)) if storage_of(param) is not None else param
-
-
-def _lookup(module: nn.Module, name: str) -> Any:
-    path, _, attribute = name.rpartition(".")
-    return getattr(module.get_submodule(path), attribute)

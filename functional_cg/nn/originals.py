@@ -66,7 +66,9 @@ class Original:
         self._slices, self._held, self._class = [], {}, None.__class__
 
     def __reduce__(self) -> Any:
-        return _Unknown, ()  # a copy of the function is one of a copy: there is no module to change
+        return Original, (
+            nn.Module(),
+        )  # a copy of the function is one of a copy: no module that anybody changes
 
     def unchanged(self) -> bool:
         """Whether a slice of the module is unchanged, the next one at each call; of a small module, all of it.
@@ -152,17 +154,6 @@ class _Slice:
         )
 
 
-class _Unknown:
-    """Stands in for an original in another process, or for that of a copied function."""
-
-    def unchanged(self) -> bool:
-        """Always true: there is no module to change."""
-        return True
-
-    def check(self, function: str = "") -> None:
-        """Never raises."""
-
-
 def fixed_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return, by path, the tensors that plain objects of a module hold, such as a noise schedule."""
     made = made_by_hooks(module)
@@ -200,8 +191,6 @@ def _stores(value: Any, of_torch: Set[str]) -> Iterator[tuple[Any, Sequence[Any]
             yield vars(value)[name], tuple(vars(value)[name])
     elif isinstance(attributes, dict) and not isinstance(value, Tensor):
         yield attributes, tuple(attributes)
-    if isinstance(value, (dict, list, deque)):
+    if isinstance(value, (dict, list, deque, set, bytearray)):
         names = tuple(value) if isinstance(value, dict) else range(len(value))
-        yield value, names if len(names) <= _MANY else ()
-    elif isinstance(value, (set, bytearray)):
-        yield value, ()
+        yield value, names if len(names) <= _MANY and hasattr(value, "__getitem__") else ()

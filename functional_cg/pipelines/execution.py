@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..ambient.rehearsal import as_before, repeated, tensor_of
+from ..ambient.running import running
 from ..random import fold_in
 from ..shards import transfers
 from ..stages.evaluate import assigned
@@ -74,8 +74,8 @@ class Worker:
             acts[action.kind](action, self._found.stages[action.stage])
         for action in list(self._sent):
             self._end_send(action)
-        grads = {key: tensor_of(one) for key, one in self._grads.items()}
-        return grads, {position: tensor_of(one) for position, one in self._results.items()}
+        grads = {key: running().tensor(one) for key, one in self._grads.items()}
+        return grads, {position: running().tensor(one) for position, one in self._results.items()}
 
     def _forward(self, action: Action, stage: Stage) -> None:
         values = {**self._params, **self._part(action.microbatch)}
@@ -110,11 +110,11 @@ class Worker:
         def act(tensors: list[Tensor]) -> list[Tensor]:
             known = dict(zip(given, tensors, strict=True))
             for call in part.instrs:
-                with as_before((call.site, call.backward, call.inner, call.origin)):
+                with running().as_before((call.site, call.backward, call.inner, call.origin)):
                     known.update(assigned(call.out, self._made_again(call, known)))
             return [known[var] for var in part.outputs]
 
-        made = repeated(part, act, [values[var] for var in given], part.function)
+        made = running().repeated(part, act, [values[var] for var in given], part.function)
         values.update(zip(part.outputs, made, strict=True))
 
     def _made_again(self, call: Instr, known: Mapping[Var, Tensor]) -> Any:
@@ -137,7 +137,9 @@ class Worker:
             )
             return [*map(torch.add, values, terms)] if old else [*terms]
 
-        sums.update(zip(new, repeated((stage, kind, bool(old)), added, [*old, *new.values()]), strict=True))
+        sums.update(
+            zip(new, running().repeated((stage, kind, bool(old)), added, [*old, *new.values()]), strict=True)
+        )
 
     def _part(self, microbatch: int) -> dict[Var, Tensor]:
         """Return the leaves of a micro-batch, and its key."""
@@ -156,7 +158,7 @@ class Worker:
         owners = self._table.owners
         box = send if owners[send.stage] != owners[send.other_end.stage] else send.other_end
         given = [values[var] for var in made]
-        self._boxes[box] = repeated(
+        self._boxes[box] = running().repeated(
             (stage, send.kind, "packed"), lambda tensors: [one.contiguous() for one in tensors], given
         )
 
@@ -165,7 +167,7 @@ class Worker:
         receive = Action(action.stage, kind, action.microbatch)
         values = self._boxes.pop(receive, [])
         if receive in self._launched:
-            values = repeated(
+            values = running().repeated(
                 (action.stage, kind, "arrived"), lambda tensors: [*map(transfers.wait, tensors)], values
             )
         for send in self._arrivals.get(action, ()):
@@ -181,7 +183,7 @@ class Worker:
                 tokens.append(transfers.send(value, tokens[-1], *link))
             return tokens[1:]
 
-        tokens = repeated((stage, action.kind, link), act, [self._token, *values])
+        tokens = running().repeated((stage, action.kind, link), act, [self._token, *values])
         self._token = tokens[-1] if tokens else self._token
         self._sent[action] = list(zip(tokens, values, strict=True))
 
@@ -196,7 +198,7 @@ class Worker:
                 values.append(value)
             return [*values, token]
 
-        *values, self._token = repeated((stage, action.kind, link), act, [self._token])
+        *values, self._token = running().repeated((stage, action.kind, link), act, [self._token])
         self._boxes[action] = values
         self._launched.add(action)
 
@@ -209,7 +211,7 @@ class Worker:
     def _end_send(self, action: Action) -> None:
         if sent := self._sent.pop(action, None):
             given = [self._token, *(one for pair in sent for one in pair)]
-            (self._token,) = repeated((action.stage, action.kind, "sent"), _ended, given)
+            (self._token,) = running().repeated((action.stage, action.kind, "sent"), _ended, given)
 
 
 def _ended(tensors: list[Tensor]) -> list[Tensor]:

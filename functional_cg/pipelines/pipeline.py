@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import tree as pytree
-from ..ambient.rehearsal import announce
+from ..ambient.running import running
 from ..ambient.setting import canonical
 from ..errors import LayoutError
 from ..manual import Documented
@@ -235,7 +235,7 @@ class Pipeline(metaclass=Documented):
         how = {"has_aux": has_aux, "forward_only": forward_only}
         found, slices = self._rehearsed(call, list(map(_layout_of, leaves)), **how)
         table = forward_of(self._table(found)) if forward_only else self._table(found)
-        announce(f"{self}, {described(table)}")
+        running().announce(f"{self}, {described(table)}")
         _refuse_elsewhere(call, found, table, leaves, self.stages)
         rank = self.stages.rank
         with torch.no_grad():

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from .. import tree as pytree
-from ..ambient.rehearsal import rehearsing, traced
+from ..ambient.running import running
 from ..errors import HostSyncError, LayoutError
 from ..random.arguments import used_keys
 from ..stages.program import Instr, Program, Var
@@ -111,8 +111,8 @@ def rehearse(
     """
     threads = torch.autograd.is_multithreading_enabled()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(rehearsing())
-        if not traced():
+        stack.enter_context(running().rehearsal())
+        if running().work is None:
             stack.enter_context(without_log())
             stack.enter_context(FakeMode())
         stack.enter_context(torch.inference_mode(False))

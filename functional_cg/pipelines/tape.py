@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import tree as pytree
-from ..ambient.rehearsal import place, traced, unknown
+from ..ambient.running import running
 from ..errors import LayoutError
 from ..messages.origins import Origin
 from ..shards.reader import Reader
@@ -82,7 +82,7 @@ class Tape(TorchDispatchMode):
         self._pauses = True
         try:
             with torch.no_grad():
-                made = unknown(tuple(shape), tuple(stride), dtype, device)
+                made = running().unknown(tuple(shape), tuple(stride), dtype, device)
         finally:
             self._pauses = False
         self.var(made)
@@ -152,7 +152,7 @@ class Tape(TorchDispatchMode):
             return func(*args, **kwargs)
         if func in REPORTS:
             out = None
-        elif traced():
+        elif running().work is not None:
             out = func(*args, **kwargs)
         elif row_of(func).lifts:
             out = self._stand_in(args[0])
@@ -161,7 +161,7 @@ class Tape(TorchDispatchMode):
             out = func(*args, **kwargs)
         frozen, named, made = (map_tensors(self.var, one) for one in (args, kwargs, out))
         writes = tuple(self.vars(written_arguments(func, args, kwargs)))
-        site, backward, inner, origin = place() or (None, False, False, Origin())
+        site, backward, inner, origin = running().place() or (None, False, False, Origin())
         self.calls[Instr(func, frozen, named, made, writes, site, backward, inner, origin)] = self.part
         return out
 

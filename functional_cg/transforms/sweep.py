@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import tree as pytree
-from ..ambient.rehearsal import for_members
+from ..ambient.running import running
 from ..errors import LayoutError
 from ..messages.tracebacks import entry
 from ..shards.tensor import placed
@@ -100,7 +100,7 @@ def sweep(fn: Callable[..., Any], *, each: str | Collection[str] = ()) -> Callab
             bound.arguments.update(pytree.unflatten(treedef, list(tensors)))
             return returned.keep(fn(*bound.args, **bound.kwargs))
 
-        out = returned.rebuilt(for_members(of_one, leaves, names, count))
+        out = returned.rebuilt(running().for_members(of_one, leaves, names, count))
         if active is None:
             return out
         new, *rest = out if isinstance(out, tuple) else (out,)

@@ -1013,7 +1013,6 @@ HAZARDS = (
          "summed::test_no_row_is_kept_that_memory_was_not_there_for"),
     _row(195, 1, "N170 N174", "a step changes an object, and is taken for one that puts back what was there",
          "refused: SideEffectError", "moving::test_a_step_may_put_back_what_it_replaces",
-         "moving::test_what_is_put_back_takes_no_third_run",
          "moving::test_what_is_deleted_from_the_front_is_seen"),
     _row(196, 2, "N171", "the copy of a state that a warm-up runs on stays, as large as the state",
          "impossible: a bound plan makes no cycle; a capture looks for garbage if something else keeps the copy",

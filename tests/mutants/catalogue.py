@@ -912,7 +912,7 @@ MUTANTS = (
     Mutant(
         "N87",
         "what a step reads is compared with what it was after the step's own writes",
-        (("            if reads.changes.any_of_before():", "            if False:"),),
+        (("            if reads.changes_older():", "            if False:"),),
         (
             f"{HOST}test_moving.py::test_what_goes_on_from_call_to_call_is_refused[h.list.append(1)]",
             f"{HOST}test_moving.py::test_exactly_what_goes_on_is_refused",

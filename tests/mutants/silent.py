@@ -107,9 +107,11 @@ SILENT = (
     ),
     Mutant(
         "N170",
-        "what a step replaces and does not put back counts as put back",
-        (("            if before is UNKNOWN or not", "            if before is UNKNOWN and not"),),
-        (f"{HOST}test_moving.py::test_what_is_put_back_takes_no_third_run[not put back]",),
+        "what a step stores under a key or a name changes nothing that it reads another time",
+        (("step.key))\n        self.changed(owner)\n", "step.key))\n"),),
+        (
+            f"{HOST}test_moving.py::test_what_moves_is_refused[a count of keys, of which each run adds another one]",
+        ),
         no_gpu=NO_GPU,
     ),
     Mutant(
@@ -397,8 +399,8 @@ SILENT = (
         "nothing of a copy is followed, not even what the user's own code does for it",
         (
             (
-                "            self._hooks.append(frame)\n",
-                "            pass\n",
+                "return self.copies and not any(map(self.owned, inner))",
+                "return self.copies and not self.owned(frame)",
             ),
         ),
         (f"{HOST}test_calls.py::test_row[what a copy with help reads]",),

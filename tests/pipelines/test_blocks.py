@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_cg as fcg
-from functional_cg.ambient.rehearsal import repeated, tensor_of
+from functional_cg.ambient.running import running
 from functional_cg.stages import blocks
 from functional_cg.stages.blocks import Blocks
 from functional_cg.stages.sub_programs import SubProgram, unrolled
@@ -229,8 +229,8 @@ def test_a_block_is_copied_where_its_layouts_are_those_of_before(
     parts: Sequence[slice], act: Any, times: int, recorded: Counter[int]
 ) -> None:
     def function(x: Tensor) -> Any:
-        found = [repeated("block", act, [x[part]]) for part in parts]
-        return [tensor_of(one).sum() for of_part in found for one in of_part]
+        found = [running().repeated("block", act, [x[part]]) for part in parts]
+        return [running().tensor(one).sum() for of_part in found for one in of_part]
 
     x = torch.arange(18.0).reshape(6, 3)
     assert_trees_all_equal(fcg.graph_fn(function, lowering="aten")(x), function(x))
@@ -242,8 +242,8 @@ def test_what_a_block_is_given_must_be_as_distinct_as_before(recorded: Counter[i
 
     def function(x: Tensor) -> Any:
         pairs = [(x, x), (x, x + 1), (x + 2, x)]
-        found = [repeated("block", lambda g: [g[0] * 2 - g[1]], pair) for pair in pairs]
-        return [tensor_of(one) for (one,) in found]
+        found = [running().repeated("block", lambda g: [g[0] * 2 - g[1]], pair) for pair in pairs]
+        return [running().tensor(one) for (one,) in found]
 
     x = torch.arange(3.0)
     assert_trees_all_equal(fcg.graph_fn(function, lowering="aten")(x), function(x))
@@ -262,8 +262,8 @@ def test_what_a_block_is_given_must_be_as_distinct_as_before(recorded: Counter[i
 def test_what_a_block_is_given_must_lie_as_before(pairs: Any, times: int, recorded: Counter[int]) -> None:
     def function(x: Tensor, y: Tensor) -> Any:
         given = pairs(x, y)
-        found = [repeated("block", lambda g: [g[0] * 2 - g[1]], pair) for pair in given]
-        return [tensor_of(one) for (one,) in found]
+        found = [running().repeated("block", lambda g: [g[0] * 2 - g[1]], pair) for pair in given]
+        return [running().tensor(one) for (one,) in found]
 
     x, y = torch.arange(4.0), torch.arange(4.0, 8.0)
     assert_trees_all_equal(fcg.graph_fn(function, lowering="aten")(x, y), function(x, y))
@@ -287,11 +287,11 @@ def test_a_block_that_writes_what_it_is_given_is_recorded_each_time(recorded: Co
 
     def function(x: Tensor) -> Any:
         own = [x + 1, x + 2, x + 3]
-        return [tensor_of(repeated("block", lambda g: [g[0].mul_(2)], [o])[0]) for o in own]
+        return [running().tensor(running().repeated("block", lambda g: [g[0].mul_(2)], [o])[0]) for o in own]
 
     def refused(state: Any) -> Any:
         for one in (state["w"] + 1, state["w"]):
-            repeated("block", lambda g: [g[0].mul_(2)], [one])
+            running().repeated("block", lambda g: [g[0].mul_(2)], [one])
         return state, {}
 
     x = torch.arange(3.0)
@@ -307,10 +307,10 @@ def test_results_of_blocks_are_tensors_where_one_is_asked_for() -> None:
     def function(x: Tensor) -> Any:
         total: Any = x[0]
         for row in x:
-            whole, half = repeated("block", lambda g: [t := g[0] + g[1], t[1:]], [total, row])
+            whole, half = running().repeated("block", lambda g: [t := g[0] + g[1], t[1:]], [total, row])
             total = whole
-        tensor_of(half).mul_(2)
-        return tensor_of(whole), tensor_of(half)
+        running().tensor(half).mul_(2)
+        return running().tensor(whole), running().tensor(half)
 
     x = torch.arange(12.0).reshape(4, 3)
     assert_trees_all_equal(fcg.graph_fn(function, lowering="aten")(x), function(x))
@@ -326,9 +326,14 @@ def test_memory_of_a_result_is_as_large_as_at_first() -> None:
 
     def function(x: Tensor) -> Any:
         found = [
-            (repeated("some", act, [row]), repeated("others", act, [row.repeat(2)]), row.neg()) for row in x
+            (
+                running().repeated("some", act, [row]),
+                running().repeated("others", act, [row.repeat(2)]),
+                row.neg(),
+            )
+            for row in x
         ]
-        parts = [[tensor_of(one) for one in (*some, *others)] for some, others, _ in found]
+        parts = [[running().tensor(one) for one in (*some, *others)] for some, others, _ in found]
         sizes.extend([one.untyped_storage().nbytes() for one in of_row] for of_row in parts)
         return parts
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg import optim, sharding
-from functional_cg.ambient.rehearsal import repeated, tensor_of
+from functional_cg.ambient.running import running
 from functional_cg.shards.mesh import Axis, Mesh
 from functional_cg.stages.blocks import Blocks
 from functional_cg.stages.plan import Buffers, Plan, lower_aten
@@ -104,8 +104,8 @@ def test_all_that_a_checked_result_is_made_of_is_checked() -> None:
 
     def function(x: Tensor, y: Tensor, i: Tensor, j: Tensor) -> Any:
         pairs = [(x.long(), y.long()), (i, j)]
-        out = [repeated("block", lambda g: [g[0] + g[1], g[1] * 2], pair) for pair in pairs]
-        return x[tensor_of(out[1][0])], tensor_of(out[1][1])
+        out = [running().repeated("block", lambda g: [g[0] + g[1], g[1] * 2], pair) for pair in pairs]
+        return x[running().tensor(out[1][0])], running().tensor(out[1][1])
 
     x, i = torch.ones(3), torch.tensor([0, 1, 2])
     program = fcg.graph_fn(function, lowering="aten").lower(x, x + 1, i, i - 1).reference.program
@@ -158,8 +158,8 @@ def in_groups(found: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 def test_a_number_that_differs_between_ranks_counts_where_a_template_is_called() -> None:
     def program(number: float) -> Program:
         def function(x: Tensor) -> Any:
-            out = [repeated("block", lambda g: [g[0] * number + 1], [x + n]) for n in range(2)]
-            return [tensor_of(one) for (one,) in out]
+            out = [running().repeated("block", lambda g: [g[0] * number + 1], [x + n]) for n in range(2)]
+            return [running().tensor(one) for (one,) in out]
 
         traced = fcg.graph_fn(function, lowering="aten").lower(torch.tensor(1.0)).reference.program
         assert len(templates_of(traced)) == 2
@@ -242,8 +242,12 @@ def test_results_that_are_one_value_and_what_nobody_reads_are_left_out() -> None
         return [kept, kept.detach(), x.detach(), y.sin().cos(), kept.log()]
 
     def function(x: Tensor, y: Tensor) -> Any:
-        out = [repeated("block", act, [x + number, y + number]) for number in range(3)]
-        return [tensor_of(one).neg() for kept, same, again, _, log in out for one in (kept, same, again, log)]
+        out = [running().repeated("block", act, [x + number, y + number]) for number in range(3)]
+        return [
+            running().tensor(one).neg()
+            for kept, same, again, _, log in out
+            for one in (kept, same, again, log)
+        ]
 
     x, y = torch.arange(3.0), torch.ones(3)
     step = fcg.graph_fn(function, lowering="aten")

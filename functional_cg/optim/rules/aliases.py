@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from functional_cg.ambient.own_work import hand_back
+from functional_cg.ambient.running import hand_back
 from functional_cg.optim.algebra.base import (
     GradientTransformation,
     Optimizer,

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...ambient.own_work import OwnWork
+from ...ambient.running import OwnWork
 from ...errors import CaptureError
 from ...state.arena import BufferSpec
 from ...tensors.aten import only_batching_rules

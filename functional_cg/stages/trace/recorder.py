@@ -7,7 +7,7 @@ a write to a closed-over tensor is refused, not executed.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ... import tree as pytree
-from ...ambient.own_work import OwnWork
+from ...ambient.running import OwnWork, Run
 from ...ambient.setting import in_a_backward
 from ...errors import FunctionalCGError, HostSyncError
 from ...messages.origins import Origins
@@ -53,7 +53,7 @@ _DEVICE = torch.ops.prim.device.default
 _IN_OTHER_STRIDES_ = torch.ops.aten.as_strided_.default
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode, Run):
     """Records ATen calls as instructions."""
 
     def __init__(self, recipe: Recipe, mode: FakeMode, checkpoint: _Act, follower: Follower) -> None:
@@ -61,16 +61,16 @@ class Recorder(TorchDispatchMode):
         self.program = Program(recipe.name, [], [], [])
         self._input_names = recipe.input_names
         self._mode, self._checkpoint = mode, checkpoint
-        self._aside, self.copying = follower.aside, follower.copying
+        self._aside, self._follower = follower.aside, follower
         self.variables = Variables(mode)
         self.blocks = Blocks(self.program, self.variables)
         self.history = History(self.program, self.variables.of)
         self._protected: dict[int, str] = {}
         self.copied: set[int] = set()  # storages of inputs
-        self.declared, self.tensor = self.variables.declared, self.variables.tensor
+        self.declared = self.variables.declared
         self.tables: list[Table] = []
         self.mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
-        self.work = OwnWork()
+        self.work: OwnWork = OwnWork()
         owners, meshed = (self._protected, self.copied, self.work.fixed), self.mesh is not None
         self.rules = Rules(recipe.name, *owners, recipe.function, self.history, on_a_mesh=meshed)
         self._origins = Origins(self.work)
@@ -146,13 +146,25 @@ class Recorder(TorchDispatchMode):
             self._as_before = None
 
     def repeated(
-        self, name: Hashable, act: Callable[[list[Tensor]], list[Tensor]], given: Sequence[Any], title: str
+        self,
+        name: Hashable,
+        act: Callable[[list[Tensor]], list[Tensor]],
+        given: Sequence[Any],
+        title: str = "",
     ) -> list[Any]:
         """Record what a block computes, or add its calls once more; return tensors, or variables without any."""
         self._checkpoint()
         with torch._C.DisableTorchFunction():
             found = self._aside(self.blocks.again, name, given)
         return self.blocks.recorded(name, act, given, title) if found is None else found
+
+    def tensor(self, value: Any) -> Tensor:
+        """Return the tensor that a result of a block stands for."""
+        return self.variables.tensor(value)
+
+    def copying(self) -> AbstractContextManager[None]:
+        """Follow only the user's own code, and what that calls, in a block."""
+        return self._follower.copying()
 
     def for_members(
         self,

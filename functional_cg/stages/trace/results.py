@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import tree as pytree
-from ...ambient.own_work import OwnWork
+from ...ambient.running import OwnWork
 from ...call.signature import new_state_and_metrics
 from ...errors import ForeignTensorError, LayoutError, SideEffectError
 from ...state.arena import BufferSpec

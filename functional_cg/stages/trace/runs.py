@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from ... import tree as pytree
-from ...ambient.own_work import watching
-from ...ambient.rehearsal import tracing
+from ...ambient.running import tracing
 from ...ambient.setting import canonical
 from ...ambient.torch_modes import modes_now
 from ...concurrency.garbage import new_objects, no_garbage_collection
@@ -75,7 +74,7 @@ def _run(
         recorder.declare(name, constant)
     follow = nullcontext() if reads is None else follower.following()
     guard = HostGuard(recorder.rules, recorder.value_of)
-    with watching(recorder.work), canonical(recorder.mesh, declared), without_log():
+    with canonical(recorder.mesh, declared), without_log():
         with ended_checkpoints(), mode, recorder, guard, follow, tracing(recorder):
             result = recipe.apply(recipe.function, trees, inputs)
             if reads is not None:
@@ -125,7 +124,7 @@ def _watched(
                 raise
             disown(run.program, run.history.given, run.release(), run.variables.standing)
             entries, autocast = reads.finish(), reads.says_autocast
-        if not (reads.disturbed and (reads.taken_from() or reads.changes.any_of_before())):
+        if not (reads.disturbed and (reads.taken_from() or reads.changes_older())):
             break  # else what the step has made may pass for older
     halves = any(var.spec.dtype in (torch.float16, torch.bfloat16) for var in run.variables.standing)
     return run, reads, HostWatch(entries, ["autocast"] * autocast + ["halves"] * halves)
@@ -199,7 +198,7 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
             refuse_unfound(recorder.tables, again.tables, watched.identical, reads.memory.remembered)
             refuse_changes(recipe.name, modes, watched, reads)
             _refuse_another_order(recipe, recorder.program)
-            if reads.changes.any_of_before():  # does it read what it has changed?
+            if reads.changes_older():  # does it read what it has changed?
                 _run(recipe, checkpoint, runs)
                 refuse_moved(recipe.name, watched.differences())
     except FunctionalCGError as error:

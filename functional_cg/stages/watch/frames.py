@@ -13,6 +13,7 @@ import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import takewhile
 from types import CodeType, FrameType
 from typing import Any
 
@@ -66,7 +67,6 @@ class Follower:
         self.away = self.copies = False
         self._reads = reads
         self._frames: dict[int, Instructions] = {}
-        self._hooks: list[FrameType] = []  # frames of the user's code that a copy runs
         self.own: dict[int, tuple[bool | None, CodeType]] = {}
 
     @contextmanager
@@ -136,12 +136,11 @@ class Follower:
     @contextmanager
     def copying(self) -> Iterator[None]:
         """Follow only the user's own code, and what that calls: a copy is followed where the step reads it."""
-        before = self.copies, self._hooks
-        self.copies, self._hooks = True, []
+        before, self.copies = self.copies, True
         try:
             yield
         finally:
-            self.copies, self._hooks = before
+            self.copies = before
 
     def owned(self, frame: FrameType) -> bool | None:
         """Whether a frame is the user's; None if it is ignored."""
@@ -159,24 +158,22 @@ class Follower:
     def start(self, frame: FrameType) -> Instructions | None:
         """Handle a frame that starts or resumes; return its record if its instructions are followed."""
         followed, own = self.followed(frame), self.owned(frame)
-        if own and self.copies:
-            self._hooks.append(frame)
         if followed is not None:
             return followed
-        if own is None or not (own or self._counts(frame)):
+        if own is None or not (own or self._counts(frame)) or self._only_copies(frame):
             return None
         followed = self._frames[id(frame)] = Instructions(frame, self._reads, own=own)
         if own and frame.f_code.co_flags & _YIELDS and not followed.is_fresh:
             self._reads.goes_on(Place(frame, frame.f_code.co_name))
         return followed
 
-    def only_copies(self, frame: FrameType) -> bool:
-        """Whether a frame takes part in a copy and no code of the user's has called it."""
-        if not self.copies or self.owned(frame):
-            return False
-        while self._hooks and not any(one is self._hooks[-1] for one in frames(frame)):
-            self._hooks.pop()  # an exception has ended it
-        return not self._hooks
+    def _only_copies(self, frame: FrameType) -> bool:
+        """Whether a frame takes part in a copy of the library's and no code of the user's has called it."""
+        callers = frames(frame) if self.copies else ()
+        inner = takewhile(
+            lambda one: not one.f_code.co_filename.startswith(_OURS) or self.owned(one), callers
+        )
+        return self.copies and not any(map(self.owned, inner))
 
     def _counts(self, frame: FrameType) -> bool:
         """Whether a library's code may read what is the user's.
@@ -189,8 +186,6 @@ class Follower:
 
     def returned(self, frame: FrameType) -> None:
         """Handle a frame that returns or yields."""
-        if self._hooks and self._hooks[-1] is frame:
-            self._hooks.pop()
         if not frame.f_code.co_flags & _YIELDS:
             followed = self._frames.pop(id(frame), None)
             if followed is not None:
@@ -223,11 +218,9 @@ class _Tracer:
         self._follower = follower
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if self._follower.owned(frame) is None or self._follower.only_copies(frame):
+        if self._follower.start(frame) is None:
             return None  # as for most frames
-        frame.f_trace_lines = False
-        if self._follower.start(frame) is not None:
-            frame.f_trace_opcodes = True
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
         return self._inside
 
     def _inside(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -256,8 +249,8 @@ def _monitored(follower: Follower) -> Iterator[None]:
     monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
     events, thread = monitoring.events, threading.get_ident()
     tool = next(number for number in (4, 3, 2, 1, 0) if monitoring.get_tool(number) is None)
-    entered: dict[int, tuple[int, CodeType]] = {}
-    returns = events.PY_RETURN | events.PY_YIELD
+    entered: dict[int, CodeType] = {}
+    inside = events.INSTRUCTION | events.PY_RETURN | events.PY_YIELD
 
     def started(code: CodeType, offset: int) -> Any:
         if threading.get_ident() != thread or (follower.away and id(code) in follower.own):
@@ -265,14 +258,9 @@ def _monitored(follower: Follower) -> Iterator[None]:
         frame = sys._getframe(1)
         if follower.owned(frame) is None:
             return monitoring.DISABLE
-        if follower.away or follower.only_copies(frame):
-            return None
-        followed = follower.start(frame)
-        wanted = returns if followed is None else returns | events.INSTRUCTION
-        before = entered.get(id(code), (0, code))[0]
-        if wanted & ~before:
-            entered[id(code)] = before | wanted, code
-            monitoring.set_local_events(tool, code, before | wanted)
+        if not follower.away and follower.start(frame) is not None and id(code) not in entered:
+            entered[id(code)] = code
+            monitoring.set_local_events(tool, code, inside)
         return None
 
     def instruction(code: CodeType, offset: int) -> Any:
@@ -302,7 +290,7 @@ def _monitored(follower: Follower) -> Iterator[None]:
         yield
     finally:
         monitoring.set_events(tool, 0)
-        for _, code in entered.values():
+        for code in entered.values():
             monitoring.set_local_events(tool, code, 0)
         for event in callbacks:
             monitoring.register_callback(tool, event, None)

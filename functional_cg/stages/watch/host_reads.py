@@ -23,15 +23,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from ...messages.source import Location, is_installed
+from ...messages.source import Location
 from .evaluation import function_of
 from .kinds import (
-    AS_STORED,
     BUILTINS,
     UNKNOWN,
     Stored,
     advances,
-    bound,
     computes,
     definer_after,
     generator_state,
@@ -43,10 +41,11 @@ from .kinds import (
     is_user_class,
     is_user_function,
     is_user_module,
+    plain,
     stored_in_class,
     stores,
 )
-from .places import ATTRIBUTE, CELL, GONE, ITEM, PART, Changes, Entry, How, Memory, Place, Step, parts_of
+from .places import ATTRIBUTE, CELL, GONE, ITEM, PART, Entry, How, Memory, Place, Step, parts_of
 from .values import Contents, Shape, in_classes, instance_dict, is_array, is_container, is_value, missing
 
 __all__ = ["GETTERS", "HostReads", "first_argument"]
@@ -106,7 +105,7 @@ class HostReads:
         self.entries: dict[Any, Entry] = {}
         self.frame: FrameType | None = None
         self._taken: dict[Place, tuple[Any, Location]] = {}  # a random generator with its state before
-        self.changes = Changes()
+        self._changed: dict[int, Place] = {}  # keeps the objects alive, so that an id is not reused
         self.asked_types: list[Location] = []
         self.threads: list[Location] = []
         self.says_autocast = self.disturbed = False
@@ -116,7 +115,6 @@ class HostReads:
         self._places: dict[int, Place] = {}
         self._seen: set[Any] = set()
         self.is_of_user: Callable[[type], bool] = functools.cache(is_user_class)
-        self._registries: dict[int, object] = {}
         self.root(os.environ, "os.environ")
         self._made_lately = made
         self._cells: dict[int, tuple[Place, Step]] = {}
@@ -140,7 +138,12 @@ class HostReads:
         if known is not None:
             return known
         if issubclass(type(value), type | ModuleType):
-            return self.root(value, value.__name__)
+            name: str = value.__name__
+            if sys.modules.get(name) is value:
+                # As an `import` finds it. No known place: libraries look there for what they can do.
+                imported = Place(sys.modules, "sys.modules")
+                self.compare(imported, Step(ITEM, name), How.IDENTICAL, value, name, defines=True)
+            return self.root(value, name)
         held = {} if self.frame is None else self.frame.f_locals
         name = next((name for name, one in held.items() if one is value), type(value).__name__)
         return self.root(value, name, outlives=False)
@@ -154,22 +157,24 @@ class HostReads:
     def _arrived(self, place: Place) -> None:
         """Record what a callable stores for its calls: defaults, a bound object, arguments of a partial."""
         value = place.value
+        dispatched = value.dispatcher if issubclass(type(value), functools.singledispatchmethod) else value
+        of_functools = (
+            type(dispatched) is FunctionType and dispatched.__code__.co_filename == functools.__file__
+        )
+        if of_functools and "registry" in vars(dispatched):  # as `singledispatch` makes it
+            self.whole(self.root(dispatched.registry, f"{place.name}.registry"))
         if is_user_function(value):
             code = value.__code__
             self.compare(place, Step(ATTRIBUTE, "__code__"), How.SAME, code, code.co_name, defines=True)
         elif type(value) is MethodType and place.owner is None:  # its binding cannot change
             self.root(value.__func__, place.name, outlives=place.outlives)
             self.root(value.__self__, "self", outlives=place.outlives)
-        elif issubclass(type(value), functools.singledispatchmethod):
-            self.whole(self.root(value.dispatcher.registry, f"{place.name}.registry"))
         elif issubclass(type(value), functools.partial | functools.partialmethod | MethodType):
             names = ("__func__", "__self__") if type(value) is MethodType else ("func", "args", "keywords")
             for name in names:
                 part, shown = getattr(value, name), place.name + ".args" * (name == "args")
                 self.found(place, Step(ATTRIBUTE, name), part, shown)
-                held = self.known(part)
-                if held is not None and name in ("args", "keywords"):
-                    self.whole(held)
+                self.use(part)
 
     def found(self, owner: Place, step: Step, value: Any, name: str) -> None:
         """Record the value read at a step from a place."""
@@ -198,13 +203,16 @@ class HostReads:
     def wrote(self, owner: Any, step: Step) -> None:
         """Record a write: the step does not depend on what it writes before it reads."""
         self._seen.add((id(owner), step.way, type(step.key), step.key))
-        if owner is not UNKNOWN and not is_value(owner):
-            self.changes.replaces(self.place(owner), step)
+        self.changed(owner)
 
     def changed(self, owner: Any) -> None:
         """Record that the step changes an object; what it reads there later may go on from call to call."""
         if owner is not UNKNOWN and not is_value(owner):
-            self.changes.changed(self.place(owner))
+            self._changed[id(owner)] = self.place(owner)
+
+    def changes_older(self) -> bool:
+        """Whether the step has changed an object that is older than it."""
+        return any(place.root.value is not GONE and place.root.outlives for place in self._changed.values())
 
     def put(self, owner: Any, key: Any) -> None:
         """Record ``owner[key] = ...``."""
@@ -270,21 +278,6 @@ class HostReads:
         if place is not None and place.owner is not None:
             self.compare(place.owner, place.step, How.IDENTICAL, value, place.name)
 
-    def unlike(self, value: Any, other: Any) -> None:
-        """Record that an object is not ``other``, such as a default: it may be replaced by any third one."""
-        self.identity(other)
-        place, fixed = self.known(value), self.known(other)
-        if place is None or place.owner is None or fixed is None:
-            self.identity(value)
-        else:
-            self.part(
-                place,
-                functools.partial(operator.is_, other),
-                False,
-                f"{place.name} is {fixed.name}",
-                id(other),
-            )
-
     def part(
         self, place: Place, read: Any, value: Any, name: str, key: Any = None, *, defines: bool = False
     ) -> None:
@@ -295,11 +288,8 @@ class HostReads:
     def whole(self, place: Place, *, deep: bool = False) -> None:
         """Record all contents of a container; if ``deep``, also of all containers in it, however deep they lie."""
         left, met = [place], {id(place.value)}
-        by_its_library = self.frame is not None and _is_of_installed(self.frame)
         while left:
             held = (place := left.pop()).value
-            if id(held) in self._registries and by_its_library:
-                continue
             known = (id(held), None, How.CONTENTS) in self.entries
             if not known and not (contents := Contents(held)).of_the_trace:
                 self.compare(place, None, How.CONTENTS, contents, place.name)
@@ -374,8 +364,6 @@ class HostReads:
         An object was made by the step if it was made since the run began.
         """
         self.frame = None
-        self.changes.settle()
-        self._registries.clear()
         places = [place for place in self._places.values() if place.owner is None and not place.outlives]
         self._places.clear()
         values = [place.value for place in places]
@@ -406,8 +394,6 @@ class HostReads:
         ``stored`` bypasses the class's own ``__getattribute__``.
         """
         kind = type(owner)
-        if kind is str and name in ("format", "format_map"):
-            return getattr(owner, name)
         if owner is UNKNOWN or not self.has_parts(owner):
             return UNKNOWN
         if issubclass(kind, torch.Tensor):
@@ -421,7 +407,7 @@ class HostReads:
                 self.of_class(definer, name, found)
             place = self.root(owner.__self_class__, owner.__self_class__.__name__)
             self.part(place, which, definer, f"super().{name}", (owner.__thisclass__, name), defines=True)
-            return bound(found, owner.__self__)
+            return plain(found)
         if issubclass(kind, ModuleType) and not is_user_module(owner):
             return vars(owner).get(name, UNKNOWN)
         if issubclass(kind, type):
@@ -524,7 +510,7 @@ class HostReads:
             place = self.place(owner)
             shown = f"{place.name}.{name}"
             self.part(place, functools.partial(stores, name), False, shown, name, defines=True)
-        return bound(in_class, owner)
+        return UNKNOWN
 
     def _looked_up(self, owner: Any, name: str) -> Any:
         """Handle an attribute that is not stored: the class computes it, or it does not exist."""
@@ -554,9 +540,9 @@ class HostReads:
                 self.of_class(kind, name, meta)
             elif not issubclass(owner, enum.Enum):
                 self._lacks(self.root(owner, owner.__name__), name)
-            return bound(meta, owner)
+            return plain(meta)
         self.of_class(owner, name, found)
-        return found if type(found) in AS_STORED else bound(found, owner)
+        return plain(found)
 
     def of_class(self, cls: type, name: str, found: Any) -> None:
         """Record what a user's class stores under a name."""
@@ -595,10 +581,7 @@ class HostReads:
             self.use(owner)
             return UNKNOWN
         getter = in_classes(type(owner).__mro__, "__getitem__")
-        of_objects = is_array(owner) and owner.dtype.hasobject
-        if of_objects:
-            self.use(owner)
-        if not is_key(key) or not (of_objects or getter in _BUILTIN_ITEMS):
+        if not is_key(key) or getter not in _BUILTIN_ITEMS:
             self.use(owner)
             self.identity(key)
             return UNKNOWN
@@ -682,14 +665,6 @@ class HostReads:
                 if held.get(name, missing) is value:
                     self.found(self._places.setdefault(id(defaults), owner), step, value, name)
 
-    def imported(self, name: str, module: ModuleType) -> None:
-        """Record what an ``import`` in a function finds."""
-        if is_user_module(module):
-            of_all = Place(
-                sys.modules, "sys.modules"
-            )  # no known place: libraries look there for what they can do
-            self.compare(of_all, Step(ITEM, name), How.IDENTICAL, module, name, defines=True)
-
     def of_library(self, module: ModuleType, name: str) -> None:
         """Record what the user's code finds in a library's module, or that it finds nothing.
 
@@ -733,9 +708,7 @@ class HostReads:
         namespace = frame.f_globals
         if name in namespace:
             value = namespace[name]
-            if is_container(value) and _is_of_installed(frame):
-                self._registries[id(value)] = value  # others add to it; for this step that is no change
-            elif type(value) is ModuleType and not is_user_module(value):
+            if type(value) is ModuleType and not is_user_module(value):
                 place = self.root(
                     namespace, "globals()"
                 )  # no place of its own: what libraries read of it is theirs
@@ -787,11 +760,6 @@ def _among(made: set[int], young: Callable[[], Iterator[Any]], values: list[Any]
 
 
 _HERE = 3  # references to an object that such a loop looks at: of the list or dict, its own, and an argument
-
-
-def _is_of_installed(frame: FrameType) -> bool:
-    """Whether a frame's code belongs to an installed package rather than to the running project."""
-    return is_installed(str(frame.f_globals.get("__file__") or ""))
 
 
 def _definer(cls: type, name: str) -> type:

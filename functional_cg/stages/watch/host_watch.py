@@ -47,9 +47,6 @@ class HostWatch:
             self._entries, *unchanged_modes(self._modes, self._counting)
         )
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def names(self) -> tuple[str, ...]:
         """Return the watched values as the user writes them."""
         values = (How.SAME, How.CONTENTS, How.IDENTICAL)

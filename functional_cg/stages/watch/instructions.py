@@ -13,7 +13,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from importlib.util import resolve_name
 from queue import SimpleQueue
 from types import (
     BuiltinFunctionType,
@@ -182,9 +181,6 @@ class Instructions:
         function = callee.__func__ if type(callee) is MethodType else callee
         if self.own and function is threading.Thread.start:
             self.reads.threads.append(self.reads.site)
-        if args and _is_dispatched(function):
-            dispatch = operator.methodcaller("dispatch", type(args[0]))
-            self.reads.holds(function, dispatch, dispatch(function))
         if type(callee) is MethodType and inside(callee.__self__) is not None:
             self.use(callee.__self__)
         if handler is not None:
@@ -222,22 +218,19 @@ class Instructions:
 
     def _handed_on(self, callee: Any, others: list[Any]) -> None:
         """Record a compiled callable passed to unseen code, which may call it on what the others hold."""
-        parts = [part for one in others if is_container(one) for _, part in parts_of(one)]
-        if type(callee) in GETTERS:
-            for part in parts:
-                self._get(callee, part)
-        elif type(callee) is functools.partial:
+        if type(callee) is functools.partial:
             self.hand_on(callee.func, *callee.args, *callee.keywords.values(), *others)
-        elif callee is next:
-            for part in parts:
-                self.use(part)
-        elif callee is getattr:
-            for part in (*others, *parts):
-                self._all_attributes(part)
-        elif callee.__name__ == "__getattribute__":
+            return
+        if type(callee) not in GETTERS and type(callee.__self__) is not ModuleType:
             self._all_attributes(callee.__self__)
-        elif type(callee.__self__) is not ModuleType:
             self._method(callee.__self__, callee.__name__, [], {})
+            return
+        parts = [part for one in others if is_container(one) for _, part in parts_of(one)]
+        for part in (*others, *parts):
+            self._get(callee, part)
+            if callee in (next, getattr):
+                self.use(part)
+                self._all_attributes(part)
 
     def _method(self, owner: Any, name: str, args: list[Any], kwargs: Mapping[str, Any]) -> None:
         """Handle a call of a compiled method."""
@@ -376,16 +369,6 @@ class Instructions:
     def _write_global(self) -> None:
         self.reads.wrote(self.frame.f_globals, Step(ITEM, self._ins.argval))
 
-    def _import(self, level: Any, names: Any) -> None:
-        name = self._ins.argval
-        if level:
-            name = resolve_name("." * level + name, self.frame.f_globals.get("__package__"))
-        elif names is None:  # as in `import a.b`, which is one way to say `a`
-            name = name.partition(".")[0]
-        module = sys.modules.get(name)
-        if self.own and module is not None:
-            self.reads.imported(name, module)
-
     # -- instructions: parts ----------------------------------------------------------------------------------------
 
     def _read_attribute(self, owner: Any) -> None:
@@ -411,8 +394,7 @@ class Instructions:
         self.reads.put(owner, key)
 
     def _write_slice(self, value: Any, owner: Any, start: Any, stop: Any) -> None:
-        self._resizes(owner)
-        self.changes(owner)
+        self._write_item(value, owner, slice(start, stop))
 
     def _resizes(self, owner: Any) -> None:
         """Record how long a container is of which the step replaces a slice, by one that may be longer or shorter."""
@@ -456,9 +438,6 @@ class Instructions:
             if issubclass(type(owner), Tensor):
                 self.reads.method_of_tensors(method)
 
-    def _is(self, one: Any, other: Any) -> None:
-        self._compared(one, other, differ=one is not other)
-
     def _compare(self, *pair: Any) -> None:
         if any(in_classes(type(one).__mro__, "__eq__") is object.__eq__ for one in pair):
             self._compared(*pair)
@@ -471,14 +450,11 @@ class Instructions:
         ):  # beside any class but `torch.Tensor`, its answer is that of an ordinary one
             self._read_whole(*pair)
 
-    def _compared(self, one: Any, other: Any, *, differ: bool = False) -> None:
+    def _compared(self, one: Any, other: Any) -> None:
         """Record that it matters which objects these are; beside ``None`` and the like, it does not."""
         if self.own and not (is_value(one) or is_value(other)):
-            if differ:
-                self.reads.unlike(one, other)
-            else:
-                self.reads.identity(one)
-                self.reads.identity(other)
+            self.reads.identity(one)
+            self.reads.identity(other)
             if any(one is a and other is b for a, b in _TYPES_OF_TENSORS):
                 self.reads.asked_types.append(self.reads.site)
 
@@ -526,7 +502,6 @@ _READERS: tuple[tuple[Callable[..., None], int | Callable[[int], int], str], ...
     (Instructions._read_cell, 0, "LOAD_DEREF LOAD_CLASSDEREF LOAD_FROM_DICT_OR_DEREF"),
     (Instructions._write_cell, 0, "STORE_DEREF"),
     (Instructions._write_global, 0, "STORE_GLOBAL"),
-    (Instructions._import, 2, "IMPORT_NAME"),
     (Instructions._read_attribute, 1, "LOAD_ATTR LOAD_METHOD IMPORT_FROM"),
     (Instructions._read_above, 3, "LOAD_SUPER_ATTR"),
     (Instructions._enter, 1, "BEFORE_WITH LOAD_SPECIAL"),
@@ -546,7 +521,7 @@ _READERS: tuple[tuple[Callable[..., None], int | Callable[[int], int], str], ...
         POP_JUMP_FORWARD_IF_TRUE POP_JUMP_FORWARD_IF_FALSE POP_JUMP_BACKWARD_IF_TRUE POP_JUMP_BACKWARD_IF_FALSE""",
     ),
     (Instructions.use, 1, "GET_ITER GET_YIELD_FROM_ITER FOR_ITER UNPACK_SEQUENCE UNPACK_EX"),
-    (Instructions._is, 2, "IS_OP"),
+    (Instructions._compared, 2, "IS_OP"),
     (Instructions._compare, 2, "COMPARE_OP"),
     (Instructions._contains, 2, "CONTAINS_OP"),
     (Instructions._compute, 2, "BINARY_OP"),
@@ -583,7 +558,8 @@ _OPERATORS: Mapping[str, str] = MappingProxyType(
 _READ_NOTHING = frozenset(
     """BUILD_CONST_KEY_MAP BUILD_LIST BUILD_MAP BUILD_SET BUILD_SLICE BUILD_STRING BUILD_TUPLE CACHE CHECK_EG_MATCH
     CHECK_EXC_MATCH CLEANUP_THROW COPY COPY_FREE_VARS DELETE_DEREF DELETE_FAST DELETE_GLOBAL DELETE_NAME END_ASYNC_FOR
-    END_FOR END_SEND EXTENDED_ARG GET_AITER GET_ANEXT GET_AWAITABLE INTERPRETER_EXIT LIST_APPEND LOAD_ASSERTION_ERROR
+    END_FOR END_SEND EXTENDED_ARG GET_AITER GET_ANEXT GET_AWAITABLE IMPORT_NAME INTERPRETER_EXIT LIST_APPEND
+    LOAD_ASSERTION_ERROR
     LOAD_BUILD_CLASS LOAD_CLOSURE LOAD_COMMON_CONSTANT LOAD_CONST LOAD_FAST LOAD_FAST_AND_CLEAR LOAD_FAST_BORROW
     LOAD_FAST_BORROW_LOAD_FAST_BORROW LOAD_FAST_CHECK LOAD_FAST_LOAD_FAST LOAD_LOCALS LOAD_SMALL_INT MAKE_CELL
     MAKE_FUNCTION MAP_ADD MATCH_MAPPING MATCH_SEQUENCE NOP NOT_TAKEN POP_EXCEPT POP_ITER POP_TOP PRECALL
@@ -654,12 +630,6 @@ _BUILTINS: Mapping[Any, Callable[..., None]] = MappingProxyType(
         operator.itemgetter: Instructions._nothing,
     }
 )
-
-
-def _is_dispatched(function: Any) -> bool:
-    """Whether ``functools.singledispatch`` made a function."""
-    of_functools = type(function) is FunctionType and function.__code__.co_filename == functools.__file__
-    return of_functools and "registry" in vars(function)
 
 
 def _is_compiled(value: Any) -> bool:

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import collections
-import functools
 import random
 import sys
 import types
 import weakref
 from dataclasses import dataclass
 from queue import SimpleQueue
-from types import CodeType, FunctionType, MethodType, ModuleType, WrapperDescriptorType
+from types import CodeType, FunctionType, ModuleType, WrapperDescriptorType
 from typing import Any
 
 from ...messages.source import is_user_file
 from .values import in_classes, instance_dict, is_value, missing
 
 __all__ = [
-    "AS_STORED",
     "BUILTINS",
     "UNKNOWN",
     "Stored",
     "advances",
-    "bound",
     "computes",
     "definer_after",
     "generator_state",
@@ -34,6 +31,7 @@ __all__ = [
     "is_user_class",
     "is_user_function",
     "is_user_module",
+    "plain",
     "stored_in_class",
     "stores",
     "takes_arguments",
@@ -45,13 +43,6 @@ _INSIDE = (
     (collections.ChainMap, "maps"),
     (weakref.WeakKeyDictionary, "data"),
     (weakref.WeakValueDictionary, "data"),
-)
-# What a class gives out as it is stored, and an instance as its method.
-AS_STORED = (
-    FunctionType,
-    functools._lru_cache_wrapper,
-    types.MethodDescriptorType,
-    types.WrapperDescriptorType,
 )
 _LIBRARIES = ("functional_cg", "numpy", "torch")
 _TAKES_ANY = 0x0C  # code flags of functions with ``*args`` or ``**kwargs``
@@ -120,14 +111,8 @@ def inside(value: Any) -> str | None:
     return next((name for kind, name in _INSIDE if issubclass(type(value), kind)), None)
 
 
-def bound(found: Any, owner: Any) -> Any:
-    """Return a class attribute as read through an instance; UNKNOWN if it is missing or computed."""
-    if type(found) in AS_STORED:
-        return found.__get__(owner, type(owner))
-    if type(found) is staticmethod:
-        return found.__func__
-    if type(found) is classmethod:
-        return MethodType(found.__func__, owner if issubclass(type(owner), type) else type(owner))
+def plain(found: Any) -> Any:
+    """Return a class attribute that is read as it is stored; UNKNOWN if it is missing or a descriptor."""
     return UNKNOWN if found is missing or computes(found) else found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import enum
 import functools
-import inspect
 import itertools
 import operator
 import types
@@ -16,8 +15,8 @@ from typing import Any
 
 from ...pytree.sameness import same
 from .evaluation import CODES, depths_of, instructions_of
-from .kinds import UNKNOWN, is_key
-from .values import in_classes, instance_dict, is_array, is_container, is_value
+from .kinds import is_key
+from .values import in_classes, is_array, is_container
 
 __all__ = [
     "ATTRIBUTE",
@@ -25,7 +24,6 @@ __all__ = [
     "GONE",
     "ITEM",
     "PART",
-    "Changes",
     "Entry",
     "How",
     "Memory",
@@ -63,22 +61,6 @@ class Step:
         if self.way is ITEM:
             return owner[self.key]
         return owner.__closure__[self.key].cell_contents if self.way is CELL else self.key(owner)
-
-    def stored(self, owner: Any) -> Any:
-        """Return what an object stores there, without running code of its class; UNKNOWN if only that could tell."""
-        if self.way is ITEM:
-            if type(owner) is dict:
-                return owner.get(self.key, UNKNOWN)
-            in_list = type(owner) is list and type(self.key) is int and -len(owner) <= self.key < len(owner)
-            return owner[self.key] if in_list else UNKNOWN
-        if self.way is CELL:
-            try:
-                return owner.__closure__[self.key].cell_contents
-            except ValueError:  # it is empty
-                return UNKNOWN
-        if self.way is PART or hasattr(inspect.getattr_static(type(owner), self.key, None), "__set__"):
-            return UNKNOWN
-        return instance_dict(owner).get(self.key, UNKNOWN)
 
     def shown(self, owner: str) -> str:
         """Return the expression as the user writes it."""
@@ -275,36 +257,3 @@ def _item(held: Any, kind: type[Any], key: Any) -> Step:
 
 def _stored(getter: Callable[[Any, Any], Any], key: Any, held: Any) -> Any:
     return getter(held, key)
-
-
-class Changes:
-    """The objects that one run of a step changes, once it has put back what it replaces for a while.
-
-    If it puts back what was in a global, an attribute or an item, the next run begins as this one did.
-    """
-
-    def __init__(self) -> None:
-        self._objects: dict[int, Place] = {}  # keeps them alive, so that an id is not reused
-        self._replaced: dict[Any, tuple[Place, Step, Any]] = {}
-
-    def changed(self, place: Place) -> None:
-        """Record that an object is changed, nobody knows where."""
-        self._objects[id(place.value)] = place
-
-    def replaces(self, place: Place, step: Step) -> None:
-        """Record, before it happens, that what an object stores at a step is replaced."""
-        key = (id(place.value), step.way, type(step.key), step.key)
-        if key not in self._replaced:
-            self._replaced[key] = (place, step, step.stored(place.value))
-
-    def settle(self) -> None:
-        """Compare what was replaced with what is there now, at the end of the run; let go of it."""
-        for place, step, before in self._replaced.values():
-            now = step.stored(place.value)
-            if before is UNKNOWN or not (now is before or (is_value(before) and same(now, before))):
-                self.changed(place)
-        self._replaced.clear()
-
-    def any_of_before(self) -> bool:
-        """Whether an object that is older than the step was changed, as far as :meth:`settle` was told."""
-        return any(place.root.value is not GONE and place.root.outlives for place in self._objects.values())
