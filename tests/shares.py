@@ -32,8 +32,8 @@ THOROUGH = os.environ.get("FCG_HYPOTHESIS_PROFILE") == "thorough"
 # With new data, of a step that has to equal its eager run: some gates open late.
 CALLS = 16
 
-# Of ranks, whose eager calls take as long as a trace; each replay is that of the second call.
-CALLS_ON_RANKS = CALLS if THOROUGH else 8
+# Of ranks, whose eager calls take long; each replay is that of the second call.
+CALLS_ON_RANKS = CALLS if THOROUGH else 5
 
 # Where other tests keep the same law on fewer cases.
 thorough = pytest.mark.skipif(not THOROUGH, reason="of the profile `thorough`")
