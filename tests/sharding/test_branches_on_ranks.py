@@ -63,7 +63,7 @@ def assert_same_bits(ranks: int, runs: Sequence[Run], device: str, options: Any 
 
 
 @on_gloo_and_nccl
-def test_programs_and_settings_on_lanes(device: str) -> None:
+def test_all_programs_at_all_stages_on_lanes(device: str) -> None:
     """Other lanes on each rank: they meet in each collective all the same."""
     bf16 = {"param_dtype": torch.bfloat16}
     runs = [

@@ -83,7 +83,7 @@ def assert_trains_on(b: Any) -> None:
 
 
 @on_gloo_and_nccl
-def test_mistakes_are_refused_and_their_repairs_work(device: str) -> None:
+def test_mistake_is_refused_and_its_repair_works(device: str) -> None:
     (_, first), (said, second) = on_ranks(2, made_on_one_rank, device, device=device)
     for name, mistake in MISTAKES.items():
         message = said[name]
