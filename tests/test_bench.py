@@ -77,6 +77,9 @@ def test_eager_and_ours_start_from_the_same_values(work: Workload) -> None:
     assert ours.counts["replays"] > 4
     assert ours.ms is not None
     assert ours.ms.steps == 4
+    if work in (MLP, MLP_BF16):  # the floor is measured by products of their own
+        dtype = torch.bfloat16 if work.bf16 else torch.float32
+        assert any(f"a product of {dtype}" in note for note in ours.notes), ours.notes
     if work.kind == "leaves":
         assert eager.status == "skipped"
         return
@@ -320,7 +323,7 @@ def test_jax_computes_the_same_loss(work: Workload) -> None:
         for tree in (params, work.buffers())
     )
     x = batch["x"].permute(0, 2, 3, 1) if work.kind == "cnn" else batch["x"]
-    got, new = jax_loss(work, jax, optax, None)(
+    got, new = jax.jit(jax_loss(work, jax, optax, None))(
         arrays, extra, jax.numpy.asarray(x.numpy()), jax.numpy.asarray(batch["y"].numpy())
     )
     buffers = work.buffers()
@@ -334,7 +337,7 @@ def test_jax_computes_the_same_loss(work: Workload) -> None:
 def test_jax_computes_the_loss_of_the_module(kind: str) -> None:
     jax = pytest.importorskip("jax")
     pytest.importorskip("optax")
-    c = Config("small", kind, 2, 32, 4, 4 if kind == "gpt" else 2, 64, 128, 2, 16)
+    c = Config("small", kind, 1, 32, 4, 4 if kind == "gpt" else 2, 64, 128, 2, 16)
     torch.manual_seed(0)
     model = LanguageModel(c)
     tokens = torch.randint(c.vocab, (2, c.batch, c.time))
@@ -414,13 +417,6 @@ def test_columns_of_the_table_agree_with_each_other() -> None:
     assert re.split(r"\s{2,}", head)[6:8] == ["ours ms", "x ours"]
 
 
-def test_a_step_in_bf16_has_a_floor_by_products_in_bf16() -> None:
-    (row,) = run(MLP_BF16)
-    assert any("a product of torch.bfloat16" in note for note in row.notes), row.notes
-    (row,) = run(MLP)
-    assert any("a product of torch.float32" in note for note in row.notes), row.notes
-
-
 def test_every_opponent_is_named_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--against", "?"])
@@ -496,12 +492,10 @@ def test_members_trained_at_once_have_the_losses_of_members_in_turn(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(members, "_TURNS", 2)
-    options = ["--workload", "mlp", "--members", "1", "2", "--system", "sweep", "loop", "--device", "cpu"]
+    options = ["--workload", "mlp", "--members", "2", "--system", "sweep", "loop", "--device", "cpu"]
     assert members.main(options) == 0
     _, *found = map(json.loads, capsys.readouterr().out.splitlines())
     assert [(row["members"], row["system"]) for row in found] == [
-        (1, "sweep"),
-        (1, "loop"),
         (2, "sweep"),
         (2, "loop"),
     ]

@@ -14,7 +14,7 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 import functional_cg as fcg
 from functional_cg.stages.passes.division import divide, remainder
-from tests.compiled_graphs import compiled
+from tests.compiled_graphs import compiled, compiled_in_turn
 
 EDGES = [0.0, 1.0, 3.0, 7.5, 0.1, 0.3, 1e10, 1e-30, 1e38, torch.inf, torch.nan]
 VALUES = torch.tensor([*EDGES, *(-edge for edge in EDGES)])
@@ -65,8 +65,7 @@ def test_compiled(compiled_on: str) -> None:
 
 
 @pytest.mark.kernels
-@compiled
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@compiled_in_turn("dtype", [(torch.float16,), (torch.bfloat16,)])
 def test_in_half_precision(compiled_on: str, dtype: torch.dtype) -> None:
     """An ulp decides what a quotient is rounded to: each operation rounds as torch's kernel does."""
 

@@ -123,8 +123,10 @@ CASES = [
     of_other("QHAdam", {**DECAY, "nus": (0.7, 0.9), "decouple_weight_decay": True}),
     of_other("QHM", {**MOMENTUM, "nu": 0.6, "weight_decay_type": "direct"}),
     of_other("RAdam", {**DECAY, "betas": (0.8, 0.9)}, 1e-5),  # its parameters are float32
-    of_other("Ranger", {**DECAY, "k": 3, "betas": (0.8, 0.9)}, 1e-5, joined=True),  # so are these
     of_other("RangerQH", {**DECAY, "k": 3}, joined=True),
+    of_other(
+        "Ranger", {**DECAY, "k": 3, "betas": (0.8, 0.9)}, 1e-5, joined=True
+    ),  # so are its, and the next one's
     of_other("RangerVA", {**DECAY, "k": 3}, 1e-5, joined=True),
     of_other("SGDP", {**MOMENTUM, "delta": 0.3}, shapes=IMAGES),
     of_other("SGDW", {**MOMENTUM, "dampening": 0.5}, joined=True),

@@ -13,6 +13,7 @@ from tests.judges.judges import JUDGES
 from tests.judges.pool import Worker
 from tests.judges.rows import Row, Verdict, compare
 from tests.judges.scenarios import Scenarios, raises
+from tests.shares import share
 
 X = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
 
@@ -94,11 +95,11 @@ def test_ops_are_as_eager() -> None:
     # Where torch's own testing tools are imported, no test can set a flag of `torch.backends`: another process does it.
     worker = Worker("cpu")
     try:
-        for case in ("addmm", "nn.functional.huber_loss"):
+        for case in share(["addmm", "nn.functional.huber_loss"], 2):
             [row] = worker.ask(("opinfo", case, "aten"), "cpu", seconds=120)
             assert Row(**row).outcome == "equal", row["notes"]
             assert row["counts"]["equal"] > 10
-        for case in ("index_fill", "ldexp", "nn.functional.layer_norm"):
+        for case in share(["index_fill", "ldexp", "nn.functional.layer_norm"], 2):
             [row] = worker.ask(("members", case, "aten"), "cpu", seconds=120)
             assert not {"DIFFERS", "refused"} & row["counts"].keys(), row["notes"]
             assert row["counts"]["equal"] + row["counts"].get("rounded", 0) > 3

@@ -237,7 +237,7 @@ def test_results_that_lie_otherwise_than_traced_are_laid_out(device: str, loweri
         assert torch.equal(out["flat"], expected["flat"])
         assert torch.equal(out["strided"], F.channel_shuffle(x, 2).flatten()[:12:3])
         torch.testing.assert_close(out["product"], expected["product"])
-    assert step.stats.replays == 16
+    assert step.stats.replays == CALLS
 
 
 def test_without_it_a_later_view_fails() -> None:

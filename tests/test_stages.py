@@ -243,7 +243,7 @@ def leaves(count: int) -> Any:
 
 def test_host_path_does_not_depend_on_leaves():
     batch, calls = {"x": torch.ones(4)}, {}
-    for count in (10, 10_000):
+    for count in (10, 2_000):
         step, state = fcg.graph_step(touch_one), leaves(count)
         for _ in range(2):
             state, _ = step(state, batch)
@@ -253,7 +253,7 @@ def test_host_path_does_not_depend_on_leaves():
             state, _ = step(state, batch)
         assert state["leaf0"].tolist() == [19.0] * 4
         assert state[f"leaf{count - 1}"].tolist() == [float(count - 1)] * 4
-    assert calls[10] == calls[10_000]
+    assert calls[10] == calls[2_000]
 
 
 def test_python_calls_of_a_call_are_few():

@@ -95,7 +95,7 @@ SHARDED = (
                 " and leaf is None:\n",
             ),
         ),
-        (f"{SHARDING}test_misuse.py::test_mistake_is_refused_and_its_repair_works[norm-gloo]",),
+        (f"{SHARDING}test_misuse.py::test_mistake_is_refused_and_its_repair_works[gloo]",),
         no_gpu=SEVERAL,
     ),
     Mutant(

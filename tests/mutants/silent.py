@@ -630,8 +630,8 @@ SILENT = (
                 "(lambda result: result) if dtype in HALF else",
             ),
         ),
-        ("tests/test_division.py::test_in_half_precision[dtype0-cpu]",),
-        gpu=("tests/test_division.py::test_in_half_precision[dtype0-cuda]",),
+        ("tests/test_division.py::test_in_half_precision[cpu-dtype1]",),
+        gpu=("tests/test_division.py::test_in_half_precision[cuda-dtype3]",),
     ),
     Mutant(
         "N238",

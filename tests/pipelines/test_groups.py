@@ -16,7 +16,7 @@ from functional_cg.sharding.launch import end_groups
 from functional_cg.shards.collectives import ALL_REDUCE
 from tests.pipelines.programs import CUTS, TWO, Run, loss_of, made, params, rows
 from tests.sharding.ranks import on_ranks, outcomes
-from tests.shares import diagonal, thorough
+from tests.shares import diagonal, share, thorough
 
 Ranks = tuple[int, ...]
 FEATURES = (("plain",), ("tied",), ("clip",), ("tied", "clip"), ("everywhere",))
@@ -41,7 +41,7 @@ def groups_of(runs: Sequence[Run], axes: Mapping[str, int]) -> list[list[Ranks]]
 
 
 def test_two_stages_have_a_group_for_each_way_and_the_one_of_their_axis() -> None:
-    runs = [Run(schedule, features) for schedule, features in diagonal([*CUTS], FEATURES)]
+    runs = [Run(schedule, features) for schedule, features in share(diagonal([*CUTS], FEATURES), 3)]
     for of_mesh, *added in on_ranks(2, groups_of, runs, {"stage": 2}):
         assert of_mesh == [(0, 1)]
         assert added == [[(0, 1), (0, 1)]] * len(runs)

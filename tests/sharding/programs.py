@@ -233,17 +233,17 @@ def gpt_step(state: Any, tokens: Tensor) -> Any:
 PROGRAMS = {
     "mlp": Program(mlp_state(), mlp_step, mlp_batch),
     "mlp in bf16": Program(mlp_state(), bf16_step, mlp_batch),
-    "lamb": Program(mlp_state(lambda: optim.lamb(0.05, weight_decay=0.1)), mlp_step, mlp_batch),
-    "micro-batches": Program(mlp_state(), sliced_step, mlp_batch),
-    "accumulation": Program(mlp_state(accumulate=True), accumulating_step, accumulating_batch),
     "sharpness-aware": Program(mlp_state(), sharpness_aware_step, mlp_batch),
+    "lamb": Program(mlp_state(lambda: optim.lamb(0.05, weight_decay=0.1)), mlp_step, mlp_batch),
+    "accumulation": Program(mlp_state(accumulate=True), accumulating_step, accumulating_batch),
+    "micro-batches": Program(mlp_state(), sliced_step, mlp_batch),
     "average": Program(average_state, average_step, mlp_batch),
     "gpt": Program(gpt_state, gpt_step, gpt_batch),
 }
 
 
-def warm_up() -> None:
+def warm_up(zero: Any = None) -> None:
     """Trace most of the calls that the programs make: torch remembers what each does on fake tensors."""
     for name in ("mlp", "gpt"):
         program = PROGRAMS[name]
-        fcg.graph_step(program.step).lower(program.state(None, "cpu"), program.batch(0, 0))
+        fcg.graph_step(program.step).lower(program.state(zero, "cpu"), program.batch(0, 0))

@@ -230,10 +230,25 @@ def _import_all() -> None:
     if torch.version.cuda is None:
         from torch._inductor.cpu_vec_isa import pick_vec_isa
 
+        from functional_cg import sharding
+        from functional_cg.shards.mesh import Axis, Mesh
         from tests.sharding.programs import warm_up
 
         warm_up()
+        with _fake_group():
+            warm_up(sharding.zero(Mesh((Axis("data", 2, 0, "0"),))))
         pick_vec_isa()  # a compiler asks other processes what this processor can do
+
+
+@contextlib.contextmanager
+def _fake_group() -> Iterator[None]:
+    """One of two ranks, as far as a trace can see: a process group that neither sends nor starts a thread."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
 
 
 def _ops_stay() -> None:

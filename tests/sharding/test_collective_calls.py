@@ -27,6 +27,7 @@ from tests.sharding.law import on_gloo_and_nccl
 from tests.sharding.mistakes import same
 from tests.sharding.programs import Setting, mlp_batch, mlp_state
 from tests.sharding.ranks import Outcome, on_ranks, outcomes, outcomes_of_each
+from tests.shares import share
 
 TIMEOUT = 1.0  # seconds that ranks wait for one that does not come
 PATIENCE = 45.0  # seconds that they may wait where all of them come, also on a machine with twice its work
@@ -175,7 +176,7 @@ def apart(device: str, ranks: int) -> Any:
         b.mesh.ranks.timeout = PATIENCE
         meet(2 * number + 1)
         assert b.state.generation == 0, name
-        new, _ = together(fcg.fork(b.state), b.batch())
+        new, _ = together.eager(fcg.fork(b.state), b.batch())
         assert int(new.step) == 1, name
     return said
 
@@ -293,6 +294,7 @@ def test_h95_a_rank_that_goes_is_told_to_the_others() -> None:
     gone = [
         (1, "stays away", 2), (1, "exits", 3), (0, "is killed", 3), (2, "is killed", 1), (2, "raises", 3),
     ]  # fmt: skip
+    gone = share(gone, 2)
     for (who, how, _), ends in zip(gone, outcomes_of_each(3, trains_until, gone, timeout=60), strict=True):
         assert_told(who, how, ends)
 
@@ -426,26 +428,23 @@ VALUES: dict[str, Callable[[Any], bool]] = {
 }  # fmt: skip
 
 
-@functools.cache
-def ends(device: str) -> dict[str, list[Outcome]]:
-    """Of each way to end: all at one time, as most of their time they wait."""
-    ways = [*VALUES, *CODES]
-    calls = [(how, device) for how in ways]
-    return dict(zip(ways, outcomes_of_each(2, leaves, calls, device=device, timeout=60), strict=True))
-
-
 @on_gloo_and_nccl
-@pytest.mark.parametrize("how", [*VALUES, *CODES])
-def test_h96_processes_end(how: str, device: str) -> None:
-    """Without a call of the user's, in any order, whatever is alive."""
-    for end in ends(device)[how] if device == "cpu" else run(2, leaves, how, device, device=device):
-        assert end.code == CODES.get(how, 0), end
-        assert end.seconds < (EXIT if device == "cpu" else 3 * EXIT), end
-        if how in VALUES:
-            assert not end.error, end
-            assert VALUES[how](end.value), end
-        elif how == "an exception":
-            assert "KeyError: 'of all ranks'" in end.error
+def test_h96_processes_end(device: str) -> None:
+    """Without a call of the user's, in any order, whatever is alive: on gloo all at one time, as they mostly wait."""
+    ways = [*VALUES, *CODES]
+    if device == "cpu":
+        found = outcomes_of_each(2, leaves, [(how, device) for how in ways], timeout=60)
+    else:
+        found = [run(2, leaves, how, device, device=device) for how in ways]
+    for how, ends in zip(ways, found, strict=True):
+        for end in ends:
+            assert end.code == CODES.get(how, 0), (how, end)
+            assert end.seconds < (EXIT if device == "cpu" else 3 * EXIT), (how, end)
+            if how in VALUES:
+                assert not end.error, (how, end)
+                assert VALUES[how](end.value), (how, end)
+            elif how == "an exception":
+                assert "KeyError: 'of all ranks'" in end.error
 
 
 def timeout_of(group: str) -> float:

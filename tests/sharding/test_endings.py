@@ -18,26 +18,21 @@ from functional_cg.shards.groups import Captures, Groups
 from tests.sharding.endings import LIMIT, WAYS, ended, leaves
 from tests.sharding.law import rank_of
 from tests.sharding.programs import mlp_batch, mlp_state, mlp_step
-from tests.sharding.ranks import Outcome, on_ranks, outcomes, outcomes_of_each
+from tests.sharding.ranks import on_ranks, outcomes, outcomes_of_each
+from tests.shares import share
 
 GONE = "RankError: `mlp_step`: the process groups of the mesh are gone; the state is that of the last step."
 
 
-@functools.cache
-def ends() -> dict[str, list[Outcome]]:
-    """Of each way to end on gloo: all at one time, as most of their time they wait."""
-    return dict(
-        zip(WAYS, outcomes_of_each(2, leaves, [(way, "cpu") for way in WAYS], timeout=80), strict=True)
-    )
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_run_on_gloo_ends_in_any_order(way: str) -> None:
-    for end in ends()[way]:
-        assert (end.code, end.error) == (0, ""), end
-        _, _, said, count = end.value
-        assert count == 3
-        assert not said or said.startswith((GONE, "ClosedError: "))
+def test_a_run_on_gloo_ends_in_any_order() -> None:
+    ways = share(WAYS, 2)
+    found = outcomes_of_each(2, leaves, [(way, "cpu") for way in ways], timeout=80)
+    for way, ends in zip(ways, found, strict=True):
+        for end in ends:
+            assert (end.code, end.error) == (0, ""), (way, end)
+            _, _, said, count = end.value
+            assert count == 3, way
+            assert not said or said.startswith((GONE, "ClosedError: ")), way
 
 
 @pytest.mark.multi_gpu(2)

@@ -216,7 +216,7 @@ def test_only_what_all_ranks_agree_on_goes_into_a_whole_leaf(stage: int, device:
 
 
 def test_on_a_hybrid_mesh_axes_are_told_apart() -> None:
-    cases = some("cpu")
+    cases = Cases(share(DIFFER, 6), share(AGREE, 6))
     results = on_ranks(4, judged, Setting(HYBRID, 3), cases, "cpu")
     assert_judged(results, cases, "replica, shard", "shard")
 

@@ -53,17 +53,17 @@ OPS: dict[str, tuple[Tensor, Op]] = {
 
 
 def of_shards(stage: int) -> dict[str, tuple[Tensor, Tensor]]:
-    zero, found = Setting({"data": 2}, stage).zero("cpu"), {}
-    for name, (leaf, op) in OPS.items():
-        state = fcg.TrainState.create(params={"w": leaf}, optimizer=optim.sgd(0.1), sharding=zero)
+    params = {name: leaf for name, (leaf, _) in OPS.items()}
+    zero = Setting({"data": 2}, stage).zero("cpu")
+    state = fcg.TrainState.create(params=params, optimizer=optim.sgd(0.1), sharding=zero)
 
-        def train_step(state: Any, op: Op = op) -> Any:
-            return state, {"out": op(state.params["w"])}
+    def train_step(state: Any) -> Any:
+        return state, {name: op(state.params[name]) for name, (_, op) in OPS.items()}
 
-        step = fcg.graph_step(train_step, lowering="aten")
-        eager = step.eager(fcg.fork(state))[1]["out"]
-        found[name] = (step(state)[1]["out"], eager)
-    return found
+    step = fcg.graph_step(train_step, lowering="aten")
+    _, eager = step.eager(fcg.fork(state))
+    _, captured = step(state)
+    return {name: (captured[name], eager[name]) for name in OPS}
 
 
 def test_ops_on_shards_are_those_on_whole_leaves() -> None:
