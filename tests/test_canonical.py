@@ -144,7 +144,7 @@ def test_a_window_into_a_flat_state_is_left_alone(compiled_on: str) -> None:
     params = {"w": torch.randn(5, 7, device=compiled_on), "b": torch.zeros(3, device=compiled_on)}
     state = fcg.TrainState.create(params=params, optimizer=optimizer)
     step = fcg.graph_step(train_step, lowering="inductor")
-    assert_replay_equals_eager(step, state, [*torch.randn(3, 4, 5, device=compiled_on)])
+    assert_replay_equals_eager(step, state, [*torch.randn(3, 4, 5, device=compiled_on)], rtol=1e-5, atol=1e-6)
 
 
 def test_a_number_that_is_cast_is_left_alone() -> None:

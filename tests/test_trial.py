@@ -1085,10 +1085,10 @@ def test_a_net_in_half_of_the_memory() -> None:
 @pytest.mark.cuda
 def test_values_wait_on_the_host_where_the_device_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks: list[int] = []
-    waited: list[Any] = []
+    waited: list[bool] = []
 
     def watched(values: Any, *, to_host: bool) -> Any:
-        waited.append(values)
+        waited.append(to_host)  # not the values, which would stay on the device
         return transferred(values, to_host=to_host)
 
     monkeypatch.setattr("functional_cg.stages.trial.reference.transferred", watched)
