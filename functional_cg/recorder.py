@@ -23,6 +23,7 @@ from torch import Tensor
 
 from . import tree as pytree
 from .ambient.modes import ordinary, without_gradients
+from .ambient.setting import inside_a_step
 from .call.inputs import as_input
 from .concurrency.turns import at_one_time
 from .errors import CaptureError, LayoutError
@@ -171,7 +172,14 @@ class Recorder(Generic[P, R], metaclass=Documented):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Make a call of the step, and record it. If it raises, nothing is recorded."""
-        (state, *given), named = self._taken_apart(args, kwargs)
+        if inside_a_step():
+            raise CaptureError.of(
+                self.step._name,
+                "its recorder was called in a step.",
+                why="It copies values to the host, and a graph repeats what is done on the device.",
+                fix="record the step that calls it.",
+            )
+        (state, *given), named = self.step._signature.by_position(args, kwargs)
         number = self._number_of(state)
         span = self._span_of(number)
         if span is None:
@@ -289,8 +297,6 @@ class Recorder(Generic[P, R], metaclass=Documented):
         number = probes[place]
         if place:
             between = range(probes[place - 1] + 1, number)
-            if between:
-                state = self._at(state, between[0])
             number = next((one for one in between if holds_after(one)), number)
         return self._at(state, number), number
 
@@ -300,14 +306,12 @@ class Recorder(Generic[P, R], metaclass=Documented):
         Returns:
           The state before that call, and what ``step.find_nonfinite`` says of it, with ``.number``; if there is none,
           the newest state, and a report that is false.
+        Raises:
+          IndexError: If nothing is recorded.
         """
-        usual: set[str] | None = None
-        if self.first < self.calls:
-            state = self._at(state, self.first)
-            usual = _nonfinite(state, {})
-        state, number = self.find(
-            state, lambda new, metrics: not _nonfinite(new, metrics) <= (usual or set())
-        )
+        state = self._at(state, self._checked(self.first, self.calls - 1))
+        usual = _nonfinite(state, {})
+        state, number = self.find(state, lambda new, metrics: not _nonfinite(new, metrics) <= usual)
         if number is None:
             return state, Nonfinite(self.step._name)
         args, kwargs = self.inputs(number)
@@ -319,10 +323,6 @@ class Recorder(Generic[P, R], metaclass=Documented):
             f"<Recorder of {self.step._name}: calls {self.first:,} to {self.calls:,}, {len(self._spans)} states, "
             f"{size_of(self.nbytes)} on the host>"
         )
-
-    def _taken_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Given:
-        args, kwargs = self.step._signature.by_position(args, kwargs)
-        return args, kwargs
 
     def _number_of(self, state: Any) -> int | None:
         """Return the number of the call that a state is for; None if no call or rewind has returned it."""
@@ -451,7 +451,7 @@ class Recorder(Generic[P, R], metaclass=Documented):
                 fix="pass the state that the recorded step has returned.",
             )
         _wait()
-        write = partial(state._written, range(len(slots)), span.state, self.step._name)
+        write = partial(state._written, range(len(slots)), span.state, "train.rewind")
         return state._lease.arena.turn.alone(write)
 
     def _verified(self, span: _Span, result: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -266,6 +266,15 @@ def test_what_is_not_recorded_is_refused() -> None:
         with pytest.raises(ValueError, match=f"{name} must be a positive integer, got 0"):
             fcg.record(train.step, **{name: 0})
     assert train.rewind(state, 7)["w"].tolist() == [0.0, 0.0]
+    with pytest.raises(
+        fcg.DonatedStateError, match=r"use the returned state, `state = train\.rewind\(state, number\)`"
+    ):
+        state["w"].sum()
+    outer = fcg.graph_step(lambda state, x: train(state, x))
+    with pytest.raises(
+        fcg.CaptureError, match=r"its recorder was called in a step(.|\n)*record the step that calls it"
+    ):
+        outer(fcg.place({"w": torch.zeros(2), "least": torch.inf}), torch.ones(2))
 
 
 # -- is it the hardware ------------------------------------------------------------------------------------------------

@@ -144,6 +144,7 @@ def donated(path: str, origin: Origin, state: str = "state", function: str = "")
         "fcg.load_state_dict": f"{state} = fcg.load_state_dict({state}, d)",
         "fcg.load": f"{state} = fcg.load(path, {state})",
         "checkpoints": f"{state} = saved.load({state})",
+        "train.rewind": f"{state} = train.rewind({state}, number)",
     }
     call = edits.get(donor, f"{state}, metrics = {donor or 'step'}({state}, batch)")
     return DonatedStateError.of(
