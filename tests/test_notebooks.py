@@ -57,6 +57,7 @@ def test_there_are_notebooks() -> None:
         "05_sharded_state",
         "06_where_does_it_go",
         "07_many_models_at_once",
+        "08_where_did_it_go_wrong",
     ]
 
 

@@ -830,13 +830,6 @@ MUTANTS = (
         no_gpu="modules are compared on the host",
     ),
     Mutant(
-        "N78",
-        "copies of constants that a step writes take no memory",
-        ((" + constants\n        return peak_bytes", "\n        return peak_bytes"),),
-        (f"{TRIAL}test_copies_of_constants_that_are_written_count",),
-        no_gpu="the plan is made on the host",
-    ),
-    Mutant(
         "N79",
         "a forward that remembers counts as pure although it goes by what it remembers",
         (("            and computed == again\n", ""),),

@@ -747,4 +747,18 @@ SILENT = (
         ("tests/test_nonfinite.py::test_a_leaf_that_is_not_finite_before_is_named",),
         no_gpu="a tool that runs call by call",
     ),
+    Mutant(
+        "N251",
+        "a run is made again without what the loop has edited between two calls",
+        ((" is lease() and state._generation == generation\n", " is lease()\n"),),
+        ("tests/test_recorder.py::test_each_call_of_the_recording_comes_again",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N252",
+        "recorded inputs are the memory of the loop, which writes the next batch there",
+        (("            return memory.copy_(tensor, non_blocking=True)\n", "            return tensor\n"),),
+        ("tests/test_recorder.py::test_each_call_of_the_recording_comes_again",),
+        no_gpu="copies to the host are the same code",
+    ),
 )

@@ -16,7 +16,7 @@ from ..layouts import laid_out, unsure
 from ..lifetimes import last_uses, peak_bytes, storage_bytes
 from ..passes.fused import at_places, group_size
 from ..plan import Buffers
-from ..program import Instr, Program, Var, live, written_storages
+from ..program import Instr, Program, Var, live
 from ..sub_programs import calls_of
 from .distances import Distances
 from .offload import offloads, transferred
@@ -112,12 +112,6 @@ class Reference:
         return last_uses(self._instrs)
 
     @cached_property
-    def _written(self) -> list[Var]:
-        """The constants that calls write, each run in copies of its own."""
-        written = written_storages(self._instrs)
-        return [one.var for one in self.program.constants if one.var.storage in written]
-
-    @cached_property
     def _sizes(self) -> dict[int, int]:
         """Bytes of each storage that a run makes."""
         static = {var.storage for var in self._static()}
@@ -126,8 +120,7 @@ class Reference:
     @cached_property
     def _memory(self) -> tuple[int, int]:
         """Bytes that a run holds at most, and those of the copies that it makes beside them."""
-        constants = sum(var.spec.nbytes for var in self._written)
-        beside = max(map(_copied, self._instrs), default=0) + constants
+        beside = max(map(_copied, self._instrs), default=0)
         return peak_bytes(self._instrs, (), self._sizes), beside
 
     @property
@@ -211,7 +204,6 @@ class Reference:
         given = [*buffers.slots, *buffers.inputs, *buffers.constants]
         values, away = dict(zip(self._static(), given, strict=True)), dict[int, dict[Var, Tensor]]()
         static = frozenset(values)
-        values |= {var: values[var].clone() for var in self._written}
         with quiet():
             for place, instr in enumerate(self._instrs):
                 for storage in self._leaving.get(place, ()):
