@@ -111,6 +111,7 @@ class _Span:
     Attributes:
       start: Number of the first call.
       state: The leaves before it, on the host.
+      edited: Whether no call had returned this state: it was edited, or is another one.
       inputs: What each call got after the state: copies, or None where they are made again.
       shelves: The memory of these copies: one tensor for each of a call, with a row for each call. To pin memory call
         by call takes longer than a short step.
@@ -118,6 +119,7 @@ class _Span:
 
     start: int
     state: list[Tensor]
+    edited: bool = False
     inputs: list[_Given | None] = field(default_factory=list)
     shelves: list[Tensor] = field(default_factory=list)
 
@@ -183,10 +185,8 @@ class Recorder(Generic[P, R], metaclass=Documented):
         number = self._number_of(state)
         span = self._span_of(number)
         if span is None:
-            span = _Span(
-                self.calls if number is None else number, self._copied(state), shelves=self._spare.shelves
-            )
-            self._spare.shelves = []
+            span = _Span(self.calls if number is None else number, self._copied(state), number is None)
+            span.shelves, self._spare.shelves = self._spare.shelves, []
         number = span.stop if number is None else number
         beside = None if self._again is not None else self._beside()
         result: Any = self.step(state, *given, **named)
@@ -240,6 +240,8 @@ class Recorder(Generic[P, R], metaclass=Documented):
     ) -> Any:
         """Make calls of the recording again, and return the state after the last one.
 
+        What the loop has edited between two calls is edited again.
+
         Args:
           state: Is donated, as in :meth:`rewind`.
           first, last: The numbers of the first and the last call.
@@ -262,9 +264,8 @@ class Recorder(Generic[P, R], metaclass=Documented):
           3 [6.0, 6.0] 6.0
         """
         first, last = self._checked(first, self.calls - 1), self._checked(last, self.calls - 1)
-        state = self._at(state, first)
         for number in range(first, last + 1):
-            state, metrics = self._made(step or self.step, state, number)
+            state, metrics = self._made(step or self.step, self._at(state, number), number)
             see(number, state, metrics)
         return state
 
@@ -416,7 +417,8 @@ class Recorder(Generic[P, R], metaclass=Documented):
         """Make a call of the recording again."""
         args, kwargs = self._inputs(number)
         state, metrics = step(state, *args, **kwargs)
-        self._note(state, number + 1)
+        if not any(span.edited and span.start == number + 1 for span in self._spans):
+            self._note(state, number + 1)
         return state, metrics
 
     def _copied(self, state: Any) -> list[Tensor]:

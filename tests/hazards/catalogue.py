@@ -1222,6 +1222,6 @@ HAZARDS = (
          "nonfinite::test_the_first_call_is_named", "nonfinite::test_a_leaf_that_is_not_finite_before_is_named"),
     _row(239, 1, "N251 N252", "a recorded run is made again with another state or another batch than it had",
          "impossible: an edited state is copied, and inputs are copied at each call",
-         "recorder::test_each_call_of_the_recording_comes_again"),
+         "recorder::test_each_call_of_the_recording_comes_again", "recorder::test_what_the_loop_edits_comes_again"),
 )
 # fmt: on

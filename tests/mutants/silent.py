@@ -751,7 +751,7 @@ SILENT = (
         "N251",
         "a run is made again without what the loop has edited between two calls",
         ((" is lease() and state._generation == generation\n", " is lease()\n"),),
-        ("tests/test_recorder.py::test_each_call_of_the_recording_comes_again",),
+        ("tests/test_recorder.py::test_what_the_loop_edits_comes_again",),
         no_gpu=NO_GPU,
     ),
     Mutant(
