@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,101 @@ def test_500_steps_of_a_shuffled_loader(lowering: str) -> None:
     assert step.stats.captures == 1
 
 
+def halves(state: Any, x: Any) -> Any:
+    return {"w": state["w"] * 0.5 + x}, {"sum": state["w"].sum()}
+
+
+def test_a_run_goes_on_from_an_edited_rewind() -> None:
+    train, state = fcg.record(fcg.graph_step(halves), every=3, keep=9), fcg.place({"w": torch.zeros(2)})
+    for number in range(8):
+        state, _ = train(state, float(number))
+    state = train.rewind(state, 4).replace(w=torch.full((2,), 100.0))
+    sums = []
+    for number in range(4, 8):
+        state, metrics = train(state, float(number))
+        sums.append(metrics["sum"])
+    newest = fcg.snapshot(state)
+    assert (train.first, train.calls) == (0, 8)
+    again: list[Tensor] = []
+    state = train.replay(state, 2, -1, lambda number, state, metrics: again.append(metrics["sum"]))
+    assert torch.equal(torch.stack(again[2:]), torch.stack(sums))
+    assert_trees_all_equal(fcg.snapshot(state), newest)
+    # From what call 3 returned, before it was edited, the run goes on as it is.
+    state = train.replay(state, 0, 3)
+    plain = state["w"].clone()
+    state, _ = train(state, 4.0)
+    assert_trees_all_equal(fcg.snapshot(train.replay(state, 4)), {"w": plain * 0.5 + 4})
+
+
+def test_what_another_step_makes_is_not_recorded() -> None:
+    step = fcg.graph_step(halves)
+    train, state = fcg.record(step), fcg.place({"w": torch.zeros(2)})
+    for _ in range(4):
+        state, _ = train(state, torch.ones(2))
+    newest = fcg.snapshot(state)
+    state = train.replay(state, 1, -1, step=lambda state, x: step(state, x.mul_(3)))
+    assert_trees_all_equal(train.inputs(2), ((torch.ones(2),), {}))
+    assert_trees_all_equal(fcg.snapshot(train.rewind(state, 4)), newest)
+
+
+def test_inputs_are_compared_with_those_of_the_call() -> None:
+    step = fcg.graph_step(halves)
+    for wrong in (lambda number: (number + 1.0,), lambda number: float(number), lambda number: (1.0, 2.0)):
+        train, state = fcg.record(step, every=2, inputs=wrong), fcg.place({"w": torch.zeros(2)})  # type: ignore[arg-type, return-value]
+        with pytest.raises(ValueError, match=r"`inputs\(0\)` is not what call 0 of `halves` gets"):
+            train(state, 0.0)
+    train, state = (
+        fcg.record(step, every=2, inputs=lambda number: (float(number),)),
+        fcg.place({"w": torch.zeros(2)}),
+    )
+    for number in (0, 1, 2, 4):  # the loop leaves one out
+        state, _ = train(state, float(number))
+    with pytest.raises(ValueError, match=r"`inputs\(4\)` is not what call 4"):
+        train(state, 5.0)
+    assert train.calls == 4
+
+
+def test_a_number_in_an_array_that_is_written_again() -> None:
+    train, state, x = (
+        fcg.record(fcg.graph_step(halves)),
+        fcg.place({"w": torch.zeros(2)}),
+        np.array(0, np.float32),
+    )
+    for number in range(4):
+        x[...] = number
+        state, _ = train(state, x)
+    newest = fcg.snapshot(state)
+    assert_trees_all_equal(fcg.snapshot(train.replay(state, 0)), newest)
+
+
+def test_inputs_that_the_step_donates() -> None:
+    train, state = fcg.record(fcg.graph_step(halves)), fcg.place({"w": torch.ones(2)})
+    state, _ = train(state, state["w"])
+    assert_trees_all_equal(fcg.snapshot(train.replay(state, 0)), {"w": torch.full((2,), 1.5)})
+
+
+def test_the_first_state_in_other_strides_or_in_inference_mode() -> None:
+    for mode in (torch.inference_mode(), torch.no_grad()):
+        train = fcg.record(fcg.graph_step(halves))
+        with mode:
+            state, _ = train({"w": torch.empty_strided((1, 4), (7, 1)).fill_(2.0)}, 1.0)
+        assert train.rewind(state, 0)["w"].tolist() == [[2.0] * 4]
+
+
+def test_threads_take_turns() -> None:
+    train = fcg.record(fcg.graph_step(halves), keep=1000)
+
+    def loop() -> None:
+        state: Any = {"w": torch.zeros(2)}
+        for _ in range(40):
+            state, _ = train(state, 1.0)
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(loop) for _ in range(2)]:
+            done.result()
+    assert train.calls == 80
+
+
 def test_inputs_that_are_made_again() -> None:
     run = Run(4, 3, inputs=lambda number: (batch(number + 1, 6),))
     for _ in range(12):
@@ -251,6 +347,41 @@ def test_a_nan_is_traced_to_its_call(bad: int) -> None:
     assert state["w"].tolist() == [0.0, 0.0]
 
 
+def test_a_nan_that_goes_again_is_found() -> None:
+    def guarded(state: Any, x: Tensor) -> Any:
+        loss = x.log().sum()
+        return {"w": torch.where(loss.isfinite(), state["w"] - loss, state["w"])}, {
+            "loss": loss,
+            "best": torch.full((2,), -torch.inf),
+        }
+
+    train, state = fcg.record(fcg.graph_step(guarded), every=4), fcg.place({"w": torch.zeros(2)})
+    for number in range(14):
+        state, _ = train(state, torch.full((2,), float(number != 10)))
+    state, found = train.find_nonfinite(state)
+    assert found.number == 10
+
+
+@pytest.mark.parametrize("bad", range(12))
+def test_a_number_that_the_loop_sets_is_traced_to_its_call(bad: int) -> None:
+    step = fcg.graph_step(lambda state, x: ({"w": state["w"] - state["rate"] * x, "rate": state["rate"]}, {}))
+    train, state = fcg.record(step, keep=100), fcg.place({"w": torch.zeros(2), "rate": 0.0})
+    for number in range(12):
+        state, _ = train(state.replace(rate=torch.inf if number == bad else 0.1), torch.ones(2))
+    state, found = train.find_nonfinite(state)
+    assert (bool(found), found.number) == (True, bad)
+
+
+def test_what_was_not_finite_before_is_said() -> None:
+    train, state = logs(every=2, keep=2)
+    for number in range(9):
+        state, _ = train(state, torch.full((2,), float(number != 1)))
+    _, found = train.find_nonfinite(state)
+    assert not found
+    assert "calls 6 to 8: all results are finite\n  but for" in str(found)
+    assert "state['w'] inf in 2, from call 6 on" in str(found)
+
+
 def test_nothing_is_found_where_all_is_finite() -> None:
     train, state = logs()
     for _ in range(5):
@@ -262,25 +393,32 @@ def test_nothing_is_found_where_all_is_finite() -> None:
 
 def test_what_is_not_recorded_is_refused() -> None:
     train, state = logs(every=2, keep=2)
-    with pytest.raises(IndexError, match=r"call -1 is not in the recording, which has none yet"):
+    with pytest.raises(IndexError, match=r"call -1 was not recorded: nothing is, yet"):
         train.inputs(-1)
     for _ in range(9):
         state, _ = train(state, torch.ones(2))
     for number in (5, 10, -4):
-        with pytest.raises(
-            IndexError, match=rf"call {number} is not in the recording, which has from 6 to 9"
-        ):
+        with pytest.raises(IndexError, match=rf"call {number} is not in the recording, which has 6 to [89]"):
             train.rewind(state, number)
     with pytest.raises(fcg.LayoutError, match="another layout than `state`"):
         train.rewind(fcg.place({"w": torch.zeros(2)}), 7)
+    with pytest.raises(fcg.LayoutError, match="another layout than `state`"):
+        train.rewind(fcg.place({"w": torch.zeros(2), "most": torch.inf}), 7)
+    with pytest.raises(ValueError, match="start must be an integer from 0 on, got -1"):
+        fcg.record(train.step, start=-1)
+    with pytest.raises(TypeError, match=r"expected a step that returns `\(state, metrics\)`, and got dict"):
+        train.replay(state, 7, step=lambda state, x: (fcg.snapshot(state), {}))
+    state = state.latest()
+    with pytest.raises(TypeError, match="integer"):
+        train.rewind(state, 7.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="expected a state that `<lambda>` has returned, got dict"):
         train.rewind({"w": torch.zeros(2)}, 7)
     with pytest.raises(TypeError, match="expected a step, got function"):
         fcg.record(lambda state, x: (state, {}))  # type: ignore[arg-type]
     for name in ("every", "keep"):
-        with pytest.raises(ValueError, match=f"{name} must be a positive integer, got 0"):
+        with pytest.raises(ValueError, match=f"{name} must be an integer from 1 on, got 0"):
             fcg.record(train.step, **{name: 0})
-    assert train.rewind(state, 7)["w"].tolist() == [0.0, 0.0]
+    assert train.rewind(state, 6)["w"].tolist() == [0.0, 0.0]
     with pytest.raises(
         fcg.DonatedStateError, match=r"use the returned state, `state = train\.rewind\(state, number\)`"
     ):

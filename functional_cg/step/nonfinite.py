@@ -71,7 +71,7 @@ class Nonfinite(Report):
 
     def report(self) -> Sequence[Part]:
         if not self:
-            return [f"{self.function}: all results are finite"]
+            return [f"{self.function}: all results are finite", *(f"  but for {one}" for one in self.given)]
         more = f" and {len(self.results) - _NAMED:,} more" if len(self.results) > _NAMED else ""
         name = self.function if self.number is None else f"{self.function}, call {self.number:,}"
         title = f"{name}: not finite: {', '.join(self.results[:_NAMED])}{more}"
