@@ -169,7 +169,7 @@ class Recorder(Generic[P, R], metaclass=Documented):
         # Of the state that a call or a rewind has returned last: the lease, the number of the next call, and the
         # generation in which it is the recorded state before that call.
         self._last: tuple[Callable[[], Any], int, int | None] = (lambda: None, start, None)
-        self._turn = threading.RLock()
+        self._lock = threading.RLock()
 
     @property
     def calls(self) -> int:
@@ -196,7 +196,7 @@ class Recorder(Generic[P, R], metaclass=Documented):
         given, named = self.step._signature.by_position(args, kwargs)
         if not given:
             return self.step(*args, **kwargs)  # which says what is missing
-        with self._turn:
+        with self._lock:
             return self._recorded(given[0], given[1:], named)  # type: ignore[no-any-return]
 
     def _recorded(self, state: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -239,7 +239,7 @@ class Recorder(Generic[P, R], metaclass=Documented):
           IndexError: If the recording does not reach back to that call.
           LayoutError: If the state has another layout.
         """
-        with self._turn:
+        with self._lock:
             return self._at(state, self._checked(number, self.calls))
 
     def inputs(self, number: int) -> _Given:
@@ -248,7 +248,7 @@ class Recorder(Generic[P, R], metaclass=Documented):
         Raises:
           IndexError: If the recording has no such call.
         """
-        with self._turn:
+        with self._lock:
             return self._own(self._checked(number, self.calls - 1))
 
     def replay(
@@ -285,7 +285,7 @@ class Recorder(Generic[P, R], metaclass=Documented):
           2 [3.0, 3.0] 4.0
           3 [6.0, 6.0] 6.0
         """
-        with self._turn:
+        with self._lock:
             first, last = self._checked(first, self.calls - 1), self._checked(last, self.calls - 1)
             state = self._at(state, first)
             for number in range(first, last + 1):
@@ -309,7 +309,7 @@ class Recorder(Generic[P, R], metaclass=Documented):
         Raises:
           IndexError: If nothing is recorded.
         """
-        with self._turn:
+        with self._lock:
             return self._found(state, predicate, remains=True)
 
     def find_nonfinite(self, state: Any) -> tuple[Any, Nonfinite]:
@@ -323,7 +323,7 @@ class Recorder(Generic[P, R], metaclass=Documented):
         Raises:
           IndexError: If nothing is recorded.
         """
-        with self._turn:
+        with self._lock:
             first = self._checked(self.first, self.calls - 1)
             state = self._at(state, first)
             usual = _nonfinite("state", state)
