@@ -76,9 +76,11 @@ class Lease:
         arena.join()
         with ordinary():
             without_gradients()
+            # What can fail happens before the generation is incremented. A copy from the host takes no memory.
+            near = [value.detach() if value.is_cpu else value.detach().to(arena.device) for value in values]
             calls: list[Callable[[], Any]] = [self.raised()]
             if positions:
-                calls += copies([arena.slots[i] for i in positions], [value.detach() for value in values])
+                calls += copies([arena.slots[i] for i in positions], near)
             uninterrupted(calls)
 
 
