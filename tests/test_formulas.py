@@ -209,6 +209,38 @@ def test_a_gradient_that_is_not_finite_moves_nothing(name: str) -> None:
         assert moved == [not bad] * len(SHAPES)
 
 
+@pytest.mark.parametrize("found_inf", [None, 0.0, 1.0])
+@pytest.mark.parametrize("grad_scale", [None, 4.0])
+@pytest.mark.parametrize("name", ["sgd", "plain sgd", "adagrad", "adam", "adamw"])
+def test_what_a_gradient_scaler_passes_counts(
+    name: str, grad_scale: float | None, found_inf: float | None
+) -> None:
+    def leaves(*values: float) -> list[Tensor]:
+        return [torch.full((3,), float(value)) for value in values]
+
+    betas = {"beta1": 0.5, "beta2": 0.75, "amsgrad": False}
+    rest, numbers = {
+        "sgd": (
+            [leaves(1, 2)],
+            {"momentum": 0.5, "dampening": 0.0, "nesterov": False, "is_first_step": False},
+        ),
+        "plain sgd": ([[]], {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "is_first_step": False}),
+        "adagrad": ([leaves(1, 2), [torch.ones(()), torch.ones(())]], {"lr_decay": 0.0, "eps": 1e-8}),
+        "adam": ([leaves(1, 2), leaves(3, 4), [], [torch.ones(())] * 2], betas | {"eps": 1e-8}),
+        "adamw": ([leaves(1, 2), leaves(3, 4), [], [torch.ones(())] * 2], betas | {"eps": 1e-8}),
+    }[name]
+    given = {"grad_scale": grad_scale, "found_inf": found_inf}
+    named: dict[str, Any] = {"lr": 0.125, "weight_decay": 0.5, "maximize": False, **numbers}  # type: ignore[dict-item]
+    named |= {key: torch.tensor(value) for key, value in given.items() if value is not None}
+    op = f"aten::_fused_{name.removeprefix('plain ')}"
+    args = (leaves(1, 3), leaves(8, -4), *rest)
+    expected = getattr(torch.ops.aten, op.removeprefix("aten::")).default(*args, **named)
+    got = FORMULAS[op](*args, **named)
+    for column, (news, wants) in enumerate(zip(got, expected, strict=False)):
+        if column != 1:  # the gradients, which nobody reads again
+            torch.testing.assert_close(list(news), list(wants))
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     ("shape", "order"),

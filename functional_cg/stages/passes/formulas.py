@@ -49,6 +49,7 @@ def _adam(
     """
     scalars: dict[int, tuple[Tensor, Tensor]] = {}
     out: tuple[list[Tensor], ...] = ([], [], [], [])
+    grads = _unscaled(grads, grad_scale)
     shrink = 1 - lr * weight_decay if decoupled and weight_decay else 1.0
     kept, keeps = (shrink, 1.0) if isinstance(shrink, Tensor) else (None, float(shrink))
     if any(_is_single(p) for p in params):  # they share a dtype
@@ -66,7 +67,7 @@ def _adam(
         for column, result in zip(out, update("adam", (p, m, v, *top), values, numbers), strict=False):
             column.append(result)
     news, mus, nus, bounds = out
-    return news, list(grads), mus, nus, bounds
+    return news, grads, mus, nus, bounds
 
 
 def _is_single(param: Tensor) -> bool:
@@ -107,13 +108,17 @@ def _sgd(
 ) -> tuple[list[Tensor], ...]:
     """SGD with momentum and Nesterov momentum, as in ``torch.optim.SGD``."""
     rate, number = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
+    grads = _unscaled(grads, grad_scale)
     numbers = (weight_decay, momentum, dampening, nesterov, is_first_step, number)
     results = [
         update("sgd", (p, *moment), (-g if maximize else g, rate), numbers)
         for p, g, *moment in zip(params, grads, *([momenta] if momentum else []), strict=True)
     ]
     news, *buffers = map(list, zip(*results, strict=True))
-    return news, list(grads), *(buffers or [[]])
+    news, *buffers = (
+        _unless(found_inf, *pair) for pair in zip((params, momenta), (news, *buffers), strict=False)
+    )
+    return news, grads, *(buffers or [[]])
 
 
 def _adagrad(
@@ -131,6 +136,7 @@ def _adagrad(
     found_inf: Tensor | None = None,
 ) -> tuple[list[Tensor], ...]:
     """Adagrad (Duchi et al. 2011), as in ``torch.optim.Adagrad``; the step is counted in float32."""
+    grads = _unscaled(grads, grad_scale)
     results = [
         update(
             "adagrad",
@@ -141,7 +147,18 @@ def _adagrad(
         for p, g, total, step in zip(params, grads, state_sums, state_steps, strict=True)
     ]
     news, sums = map(list, zip(*results, strict=True))
-    return news, list(grads), sums, list(state_steps)
+    return _unless(found_inf, params, news), grads, _unless(found_inf, state_sums, sums), list(state_steps)
+
+
+def _unscaled(grads: Sequence[Tensor], scale: Tensor | None) -> list[Tensor]:
+    return list(grads) if scale is None else [grad / scale.reshape(()) for grad in grads]
+
+
+def _unless(found_inf: Tensor | None, olds: Sequence[Tensor], news: Sequence[Tensor]) -> list[Tensor]:
+    """Return the new values, or the old ones if a gradient is not finite."""
+    if found_inf is None:
+        return list(news)
+    return [torch.where(found_inf.bool().reshape(()), old, new) for old, new in zip(olds, news, strict=True)]
 
 
 def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
