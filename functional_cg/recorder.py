@@ -78,8 +78,8 @@ def record(
       inputs: What makes the inputs of a call again, in place of copies: ``inputs(number)`` returns what the call took
         after the state, as a tuple. For large batches that are functions of their number. Whenever the state is copied,
         it is compared with what the call gets.
-      verify: Whether each call whose state is copied is made twice, and all bits of the results are compared: hardware
-        that computes wrong now and then is found so. Its prints come twice, too.
+      verify: Whether each call whose state is copied is made twice, and all bits of the results are compared. This
+        finds hardware that computes wrong now and then. Prints of such a call come twice.
     Raises:
       TypeError: If ``step`` is no step of ``graph_step``.
       ValueError: If ``every`` or ``keep`` is not a positive integer, or ``start`` is negative.
@@ -147,7 +147,7 @@ class Recorder(Generic[P, R], metaclass=Documented):
     Attributes:
       step: The step.
       first, calls: The number of the first call that it can go back to; one past that of the last.
-      nbytes: Bytes on the host.
+      nbytes: Bytes of the copies on the host.
     """
 
     def __init__(
@@ -181,8 +181,12 @@ class Recorder(Generic[P, R], metaclass=Documented):
 
     @property
     def nbytes(self) -> int:
-        spans = (*self._spans, self._spare)
-        return sum(one.nbytes for span in spans for one in (*span.state, *span.shelves.values()))
+        given = [inputs for span in self._spans for inputs in span.inputs if inputs is not None]
+        own = [
+            one for args, named in given for one in (*args, *named.values()) if not isinstance(one, Handle)
+        ]
+        leaves = [*pytree.leaves(own), *(leaf for span in (*self._spans, self._spare) for leaf in span.state)]
+        return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Make a call of the step, and record it. If it raises, nothing is recorded."""
@@ -221,7 +225,7 @@ class Recorder(Generic[P, R], metaclass=Documented):
             del self._spans[-1].inputs[number - self._spans[-1].start :]
         if begins:
             if len(self._spans) == self._spans.maxlen:
-                self._spare = self._spans[0]
+                self._spare = _Span(0, state=self._spans[0].state, shelves=self._spans[0].shelves)
             self._spans.append(span)
         span.inputs.append(kept)
         self._note(result[0], number + 1)
@@ -395,7 +399,7 @@ class Recorder(Generic[P, R], metaclass=Documented):
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[AbstractContextManager[Any]]:
-        """A block whose step runs while what it queues on another stream does; what comes later waits for both."""
+        """Yield a stream whose copies run while a step of the block does; what is queued later waits for both."""
         if not torch.cuda.is_initialized():
             yield contextlib.nullcontext()
             return
