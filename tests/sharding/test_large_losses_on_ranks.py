@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import functional_cg as fcg
+from functional_cg.stages.fx_passes import logits
 from tests.sharding.law import CALLS, held, rank_of
 from tests.sharding.programs import Setting, warm_up
 from tests.sharding.ranks import on_ranks
-from tests.test_cross_entropy import batch, initial, mean_loss, step_of
+from tests.test_cross_entropy import LARGE, batch, initial, mean_loss, step_of
 
 RANKS = 2
 
 
+@mock.patch.object(logits, "_LARGE", LARGE)
 def trained(stage: int) -> Any:
     """Captured and eager, side by side; whether the step has the kernel, and its counts."""
     warm_up()
