@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, permutations
 from random import Random
 
 from ...concurrency.garbage import no_garbage_collection
@@ -36,7 +36,7 @@ _SIZES = (0.95, 1.05)  # of the bytes that live at most: between them the sizes 
 _SEGMENTS = 3  # at most
 _SIMULATED = 600_000  # events of all tries together, at most
 _VARIED = 0.6  # of the tries: the best so far, with one segment up to so many units smaller or larger
-_UNITS = 16
+_UNITS = 64
 _BESIDE = -1  # in place of memory: what a kernel takes while it runs
 
 
@@ -64,7 +64,13 @@ def at_once(plan: Plan) -> tuple[Sequence[int], bool]:
             cuts = sorted(draw.uniform(0, whole) for _ in range(number % _SEGMENTS))
             tried = [_whole(int(end - start), _UNIT) for start, end in pairwise([0, *cuts, whole])]
         tried = [max(size, _MIDDLE) for size in tried]
-        if (total := taken(found, tried, least)) < least:
+        # Of two gaps of one size the lower is cut, and the driver may place a segment above or below the others.
+        total = 0
+        for order in permutations(tried):
+            total = max(total, taken(found, order, least))
+            if total >= least:
+                break
+        else:
             least, best = total, tried
     return best, any(map(flops_of, each_once([*plan.schedule.head, *plan.schedule.fused])))
 
@@ -74,7 +80,7 @@ def taken(found: Sequence[Event], first: Iterable[int] = (), limit: float = math
 
     Args:
       found: What is allocated and freed.
-      first: Bytes of the segments that are there before.
+      first: Bytes of the segments that are there before, in the order of their addresses.
       limit: From which on it does not matter how many more: some number that is not below it is returned.
     """
     total, blocks = 0, dict[Memory, tuple[int, int]]()
