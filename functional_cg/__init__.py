@@ -35,6 +35,7 @@ Inside of a step:
   scan              loop over the first dimension of a tensor
   sweep             train many models at once with a step of one
   tap, debug_print  record a value, to be read after any call; print values at each call
+  statistics, alarm   numbers by module: outputs, gradients, updates; a warning when a condition turns true
   LossScale         a dynamic loss scale for float16
 
 Modules:
@@ -95,6 +96,7 @@ from .graph_step import GraphFn as GraphFn
 from .graph_step import GraphStep as GraphStep
 from .graph_step import graph_fn as graph_fn
 from .graph_step import graph_step as graph_step
+from .module_statistics import statistics as statistics
 from .names import missing as _missing
 from .nn import from_module as from_module
 from .precision import LossScale as LossScale
@@ -108,6 +110,7 @@ from .state.lifecycle import wake as wake
 from .step.lowered import Captured as Captured
 from .step.lowered import Lowered as Lowered
 from .train_state import TrainState as TrainState
+from .transforms.alarms import alarm as alarm
 from .transforms.autodiff import grad as grad
 from .transforms.autodiff import value_and_grad as value_and_grad
 from .transforms.control import cond as cond

@@ -25,6 +25,7 @@ class GraphStep(Transform[P, R], metaclass=Documented):
     Attributes:
       stats: Numbers of traces, captures, replays and eager calls.
       taps: ``step.taps[name]`` holds what :func:`tap` recorded in the calls so far.
+      statistics: What :func:`statistics` recorded by module: a table, and what ``report.statistics`` draws.
     Methods:
       eager: Run the Python function once, for ``print`` and a debugger.
       explain: What was traced, captured and refused, as text.

@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import TypeVar, dataclass_transform
 
 from . import tree as pytree
+from .ambient.observing import observer
 from .ambient.running import hand_back, own_work
 from .errors import LayoutError
 from .manual import Documented
@@ -188,6 +189,8 @@ class TrainState(_StateClass, Generic[Params]):
         old = (self.params, self.opt_state)
         with own_work():
             params, opt_state = self._updated(grads)
+            if (seen := observer()) is not None:
+                seen.updated(self.params, grads, params)
         hand_back(old, (params, opt_state))
         return dataclasses.replace(self, step=self.step + 1, params=params, opt_state=opt_state, **changes)
 

@@ -60,6 +60,7 @@ LAYERS = {
         "train_state",
         "graph_step",
         "prefetch",
+        "module_statistics",
         "recorder",
         "sharding",
         "__init__",

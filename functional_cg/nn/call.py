@@ -21,7 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ambient.compiling import compiling
 from ..ambient.modes import beneath, dispatch_modes
+from ..ambient.observing import observer
 from ..ambient.running import own_work
+from ..ambient.setting import in_a_backward
 from ..errors import CaptureError, ImplicitRandomnessError, LayoutError, ReadOnlyError
 from ..messages.source import at_here, here
 from ..pipelines.tape import cut
@@ -68,6 +70,7 @@ class Place:
         self._around = weakref.WeakSet(dispatch_modes())  # modes of the forward
         self._numbered: list[int] = []  # the draw that is passing through the modes of a policy
         self._effects: Callable[..., Effects] | None = None  # once the forward has ended
+        self._observed: list[tuple[str, Tensor]] = []
         for path, part in module.named_modules():
             vars(part)[COMPILED] = partial(self._call, path, weakref.ref(part))  # what a call of it runs
             vars(part).update(on_device(part))
@@ -86,9 +89,19 @@ class Place:
         self._trail.append((path, type(module).__name__))
         try:  # not hooks: torch skips those after an exception, which is how a checkpoint stops early
             with own_work(f"{self._model}.{path}" if path else self._model):
-                return module._call_impl(*args, **kwargs)
+                out = module._call_impl(*args, **kwargs)
         finally:
             self._trail.pop()
+        self._observe(path, out)
+        return out
+
+    def _observe(self, path: str, out: Any) -> None:
+        """Note the numbers of what a submodule returns, unless a policy counts its calls: it may run again."""
+        seen = observer()
+        if seen is None or self._effects is not None or not isinstance(dispatch_modes()[-1], Effects):
+            return
+        if (numbers := seen.output(out)) is not None:
+            self._observed.append((path, numbers))
 
     def _again(self, path: str, run: Callable[[], Any]) -> Any:
         """Run a submodule as in the forward, for a checkpoint that recomputes in the backward."""
@@ -107,6 +120,8 @@ class Place:
         Nothing may assign the buffers of the module, our own copy, any more: that would be lost.
         """
         self._effects = effects
+        if (seen := observer()) is not None and self._observed and not in_a_backward():
+            seen.applied(self._model, *map(list, zip(*self._observed, strict=True)))
         for path, part in module.named_modules():
             vars(part)["_buffers"] = _Sealed(part._buffers, name, path)
 

@@ -11,6 +11,7 @@ Of a run:
 
   loss_curves       losses over calls, one line per run, or per member of a sweep
   members           losses of the members of a sweep over their rates
+  statistics        what modules return, gradients and updates over calls, of ``step.statistics``
   profile           time and memory by module, of ``step.profile(state, batch)``
   step_times        distribution of the times of calls
   seconds_per_call  measure those times
@@ -36,5 +37,6 @@ from .plots import loss_curves as loss_curves
 from .plots import members as members
 from .profiles import profile as profile
 from .schedules import schedule as schedule
+from .statistics import statistics as statistics
 from .timing import seconds_per_call as seconds_per_call
 from .timing import step_times as step_times

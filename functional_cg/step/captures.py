@@ -47,6 +47,7 @@ from .lowered import MISS, Captured, Lowered
 from .nonfinite import Nonfinite, find_nonfinite
 from .profile.measure import profile_of
 from .profile.result import Profile
+from .statistics import Statistics
 from .ranks import groups_of
 from .verify import Shadow
 
@@ -127,6 +128,11 @@ class Transform(Generic[P, R]):
         what a trace computes.
         """
         return self._eager(args, kwargs)  # type: ignore[no-any-return]
+
+    @property
+    def statistics(self) -> Statistics:
+        """What :func:`statistics` has tapped by module in the calls so far; waits for the device."""
+        return Statistics.of(self.taps.tables())
 
     def profile(self, *args: P.args, **kwargs: P.kwargs) -> Profile:
         """Measure where the time and the memory of a call go, by module and by line of your code.

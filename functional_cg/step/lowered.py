@@ -44,6 +44,7 @@ from ..state.arena import Arena, dtype_name
 from ..state.boundary import mesh_of
 from ..state.handle import Handle, Lease, fill
 from ..state.outline import Entry, branches_html, columns, count, listed, outline, size_text, tree_html
+from ..transforms.alarms import ALARM, Alarm
 from ..transforms.debug import DEBUG_PRINT, show
 from ..transforms.taps import TAP, Taps
 from ..tree import path_string, structure_diff
@@ -124,6 +125,9 @@ class Captured(metaclass=Documented):
         self._printed: list[tuple[Callable[..., None], slice]] = [
             (partial(show, *line.args), place) for line, place in reported(lowered.program, DEBUG_PRINT)
         ]
+        self._alarms = [
+            (Alarm(lowered.name, *one.args), place.start) for one, place in reported(lowered.program, ALARM)
+        ]
         self._build = output_builder(lowered.program)
         lowered.guards.groups.hold(self)
 
@@ -197,13 +201,15 @@ class Captured(metaclass=Documented):
         return new, tensors
 
     def finish(self, done: tuple[Handle | None, Sequence[Tensor]]) -> Any:
-        """Print lines, and build the result of a call from what ``run`` returned.
+        """Print lines, hear alarms, and build the result of a call from what ``run`` returned.
 
         Both run user code, ``sys.stdout`` and the classes of the metrics, which may call the library and may raise.
         """
         new, tensors = done
         for show_line, place in self._printed:
             show_line(tensors[place])
+        for one, at in self._alarms:
+            one.hear(self._stats.replays, tensors[at])
         try:
             result = self._build(tensors)
         except Exception as error:
@@ -239,6 +245,8 @@ class Captured(metaclass=Documented):
     def close(self) -> None:
         """Free the capture; the arenas live as long as their handles."""
         self.replay.close()
+        for one, _ in self._alarms:
+            one.catch_up(wait=True)
 
     def __repr__(self) -> str:
         return f"<Captured on {self}>"

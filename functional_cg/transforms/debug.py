@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ..messages.tracebacks import entry
 from ..state.arena import BufferSpec
 from ..state.leaf import owned
+from .alarms import ALARM
 from .taps import TAP
 
 __all__ = ["DEBUG_PRINT", "REPORTS", "Silence", "debug_print", "show"]
@@ -50,11 +51,11 @@ DEBUG_PRINT = torch.ops.fcg.debug_print.default
 
 
 # Ops whose values leave a step along with its metrics.
-REPORTS = frozenset({DEBUG_PRINT, TAP})
+REPORTS = frozenset({ALARM, DEBUG_PRINT, TAP})
 
 
 class Silence(TorchFunctionMode):
-    """A mode that suppresses prints and taps.
+    """A mode that suppresses prints, taps and alarms.
 
     Args:
       on: Whether to suppress. A mode that is off still counts as an active mode, which some modules of torch check for.

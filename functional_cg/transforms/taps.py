@@ -24,24 +24,27 @@ __all__ = ["TAP", "Taps", "tap"]
 
 # The registration lives as long as this module.
 _library = torch.library.Library("fcg", "FRAGMENT")
-_library.define("tap(str name, int keep, Tensor[] values) -> ()")
+# With `rows`, one name a line, the value has a row for each.
+_library.define("tap(str name, str rows, int keep, Tensor[] values) -> ()")
 
 
 _listener: ContextVar[Taps | None] = ContextVar("listener", default=None)
 
 
-def _record(name: str, keep: int, values: Sequence[Tensor]) -> None:
+def _record(name: str, rows: str, keep: int, values: Sequence[Tensor]) -> None:
     """Record a value in an eager run; a trace records the call instead, and outside a step there is no listener."""
     taps = _listener.get()
     if taps is not None:
-        taps.record(name, keep, values)
+        taps.record(name, rows, keep, values)
 
 
-def _batched(info: Any, in_dims: Any, name: str, keep: int, values: Sequence[Tensor]) -> tuple[None, None]:
+def _batched(
+    info: Any, in_dims: Any, name: str, rows: str, keep: int, values: Sequence[Tensor]
+) -> tuple[None, None]:
     """Tap under ``vmap``: the values of the whole batch at once, batch dimension first."""
     del info
-    whole = [v if dim is None else v.movedim(dim, 0) for v, dim in zip(values, in_dims[2], strict=True)]
-    torch.ops.fcg.tap(name, keep, whole)
+    whole = [v if dim is None else v.movedim(dim, 0) for v, dim in zip(values, in_dims[3], strict=True)]
+    torch.ops.fcg.tap(name, rows, keep, whole)
     return None, None
 
 
@@ -93,7 +96,7 @@ def tap(name: str, x: Tensor, *, keep: int = 1) -> None:
     with ordinary():  # a copy, since the step may write to it later
         without_gradients()
         value = owned(x).detach().clone()
-    TAP(name, keep, [value])
+    TAP(name, "", keep, [value])
 
 
 class Taps(Mapping[str, Tensor]):
@@ -104,17 +107,33 @@ class Taps(Mapping[str, Tensor]):
 
     def __init__(self) -> None:
         self._rings: dict[str, deque[Tensor]] = {}
+        self._tables: dict[str, deque[Tensor]] = {}
+        self._rows: dict[str, str] = {}  # of the tables
 
-    def record(self, name: str, keep: int, values: Sequence[Tensor]) -> None:
-        """Record a value; earlier values with another shape, dtype or ``keep`` are dropped."""
-        ring, (value,) = self._rings.get(name), values
+    def record(self, name: str, rows: str, keep: int, values: Sequence[Tensor]) -> None:
+        """Record a value; earlier values with other rows, another shape, dtype or ``keep`` are dropped."""
+        (value,) = values
+        rings = self._tables if rows else self._rings
+        ring = rings.get(name)
         if (
             ring is None
+            or (rows and self._rows[name] != rows)
             or ring.maxlen != keep
             or (ring[-1].shape, ring[-1].dtype) != (value.shape, value.dtype)
         ):
-            ring = self._rings[name] = deque(maxlen=keep)
+            ring = rings[name] = deque(maxlen=keep)
+            if rows:
+                self._rows[name] = rows
         ring.append(value)
+
+    def tables(self) -> dict[str, tuple[list[str], Tensor]]:
+        """Return the values with rows by name: the rows' names, and the last values as [n, ..., rows, columns]."""
+        with ordinary():
+            without_gradients()
+            return {
+                name: (self._rows[name].split("\n"), torch.stack(list(ring)).cpu())
+                for name, ring in list(self._tables.items())
+            }
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._rings:
