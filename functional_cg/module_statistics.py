@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +32,7 @@ R = TypeVar("R")
 def statistics(fn: Callable[P, R], *, keep: int = 1) -> Callable[P, R]:
     """Make a step that also looks at what its modules return and at what its optimizer does.
 
-    The new function computes what ``fn`` does, and taps numbers by module, which ``step.statistics`` holds after any
+    The new function computes what ``fn`` does, and taps numbers by module, which ``step.statistics`` has after any
     call: of the value that a module returns, its root mean square, the largest magnitude, and the share of its units
     that are zero for the whole batch, the dead ones after a ReLU; and of the parameters of a module, the norms of the
     gradient, of the weights and of the update. Nothing waits for the device until they are read. It costs a kernel or
@@ -49,7 +48,8 @@ def statistics(fn: Callable[P, R], *, keep: int = 1) -> Callable[P, R]:
     dimension, any other value has its units last. Parameters are those that ``state.apply_gradients`` gets. A module
     that is called several times has a row for each, and a model that is applied several times, as in ``microbatches``,
     a record for each. On a mesh, what modules return is the rank's own. A module whose calls ``torch.utils.checkpoint``
-    may keep by a policy is left out. In a sweep, ``step.statistics.member(i)`` are those of one member.
+    may keep by a policy is left out. In a sweep, ``step.statistics.member(i)`` are those of one member. Compiled, the
+    step agrees with one that does not look up to rounding, as kernels are fused in another way.
 
     Args:
       fn: ``fn(state, *inputs) -> (state, metrics)``.
@@ -91,7 +91,8 @@ class _Observer:
     """Taps what it looks at."""
 
     def __init__(self, keep: int) -> None:
-        self._keep, self._updates = keep, 0
+        self._keep = keep
+        self._optimized: list[str] = []  # the rows of each optimizer; in a loop they come again
 
     def output(self, value: Any) -> Tensor | None:
         found = _first(value)
@@ -109,34 +110,33 @@ class _Observer:
             return torch.stack([rms, largest.amax(), (largest == 0).to(wide).mean()]).float()
 
     def applied(self, model: str, paths: Sequence[str], numbers: Sequence[Tensor]) -> None:
-        times = Counter[str]()
-        rows = []
-        for path in paths:
+        times, rows = Counter[str](), list[str]()
+        for path in (path or model for path in paths):
             times[path] += 1
             rows.append(path if times[path] == 1 else f"{path} ({times[path]})")
         with torch.no_grad():
-            self._tap(f"{OUTPUTS}{model}", rows, torch.stack(list(numbers)))
+            TAP(f"{OUTPUTS}{model}", "\n".join(rows), self._keep, [torch.stack(list(numbers))])
 
     def updated(self, params: Any, grads: Any, new_params: Any) -> None:
-        self._updates += 1
         with torch.no_grad():
             moved = tree.map(lambda new, old: new - old if adds_up(old.dtype) else old, new_params, params)
             columns = [_norms(one) for one in (grads, params, moved)]
             absent = torch.tensor(ABSENT)
-            rows = list(columns[1])
-            if rows:
-                table = [torch.stack([of.get(row, absent) for row in rows]) for of in columns]
-                self._tap(f"{UPDATES}{self._updates}", rows, torch.stack(table, 1))
-
-    def _tap(self, name: str, rows: Sequence[str], values: Tensor) -> None:
-        TAP(name, "\n".join(rows), self._keep, [values])
+            if not (names := list(columns[1])):
+                return
+            table = [torch.stack([of.get(name, absent) for name in names]) for of in columns]
+            if (rows := "\n".join(names)) not in self._optimized:
+                self._optimized.append(rows)
+            TAP(f"{UPDATES}{self._optimized.index(rows)}", rows, self._keep, [torch.stack(table, 1)])
 
 
 def _first(value: Any) -> Tensor | None:
     """Return the first floating tensor among what a module returns."""
     if isinstance(value, Tensor):
         return value if adds_up(value.dtype) else None
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    parts = (
+        value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    )
     return next((found for part in parts if (found := _first(part)) is not None), None)
 
 

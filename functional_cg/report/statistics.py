@@ -62,8 +62,13 @@ def statistics(
         )
     rows = len(values.modules)
     height = min(10.0, 1.6 + 0.16 * rows)
-    figure, axes = plt.subplots(
-        1, len(drawn), figsize=(2.2 + 2.6 * len(drawn), height), sharey=True, squeeze=False, layout="constrained"
+    _, axes = plt.subplots(
+        1,
+        len(drawn),
+        figsize=(2.2 + 2.6 * len(drawn), height),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
     every = -(-rows // _LABELS)
     for ax, (column, (numbers, present)) in zip(axes[0], drawn.items(), strict=True):
@@ -79,6 +84,8 @@ def _draw(ax: Axes, numbers: Tensor, present: Tensor, *, share: bool) -> None:
     norm = Normalize(0.0, 1.0) if share else LogNorm(low, max(high, 1.01 * low))
     colors = plt.get_cmap("viridis").with_extremes(bad="white", over="red")
     shown = numbers if share else numbers.clamp_min(low)
-    shown = shown.where(numbers.isfinite(), 10 * max(high, 1.01)).where(present, torch.nan)  # beyond the scale: red
+    shown = shown.where(numbers.isfinite(), 10 * max(high, 1.01)).where(
+        present, torch.nan
+    )  # beyond the scale: red
     image = ax.imshow(shown, aspect="auto", interpolation="nearest", cmap=colors, norm=norm)
     ax.figure.colorbar(image, ax=ax, shrink=0.6)

@@ -47,8 +47,8 @@ from .lowered import MISS, Captured, Lowered
 from .nonfinite import Nonfinite, find_nonfinite
 from .profile.measure import profile_of
 from .profile.result import Profile
-from .statistics import Statistics
 from .ranks import groups_of
+from .statistics import Statistics
 from .verify import Shadow
 
 __all__ = ["Transform"]

@@ -22,11 +22,11 @@ _COLUMNS = ("rms", "largest", "dead", "gradient", "weight", "update")
 class Statistics(Report):
     """What modules returned, and what an optimizer did, in the last calls of a step; see :func:`statistics`.
 
-    Prints as a table of the last call. Calling it with the name of a column, ``statistics("rms")``, returns its numbers.
+    Prints as a table of the last call; ``statistics("rms")`` returns the numbers of a column.
 
     Attributes:
       modules: Names of modules: paths as in ``named_modules``, the model's class for the model itself; with several
-        models, their classes come first. Parameters outside of modules are named by where they lie in ``params``.
+        models, their classes come first. Other parameters are named by where they lie in ``params``.
       values: f32[calls, ..., modules, 6], oldest call first; for a sweep, the members come second. Columns are ``rms``
         and ``largest``, the root mean square and the largest magnitude of what a module returns; ``dead``, the share of
         its units that are zero for the whole batch; and the norms ``gradient``, ``weight`` and ``update`` of its own
@@ -46,10 +46,9 @@ class Statistics(Report):
             groups: dict[str, list[int]] = {}
             for number, row in enumerate(rows):
                 if name in models:
-                    path = ".".join(filter(None, (model, row))) if len(models) > 1 else row or model
+                    path = row if row == model or len(models) == 1 else f"{model}.{row}"
                 else:
-                    path, _, own = row.rpartition(".")
-                    path = path or (models[0].removeprefix(OUTPUTS) if len(models) == 1 else own)
+                    path = row.rpartition(".")[0] or row
                 groups.setdefault(path, []).append(number)
             parts.append((groups, values, 0 if name in models else 3))
         modules = tuple(dict.fromkeys(path for groups, _, _ in parts for path in groups))
@@ -103,7 +102,9 @@ class Statistics(Report):
         for name in (*_COLUMNS, "ratio"):
             form = "{:.0%}" if name == "dead" else "{:.3g}"
             values, there = (of[-1].tolist() for of in self.column(name))
-            columns.append([form.format(value) if one else "" for value, one in zip(values, there, strict=True)])
+            columns.append(
+                [form.format(value) if one else "" for value, one in zip(values, there, strict=True)]
+            )
         titles = ["  module", *_COLUMNS, "update/weight"]
         rows = [list(row) for row in zip((f"  {one}" for one in self.modules), *columns, strict=True)]
         return [f"statistics of {len(self.modules):,} modules", [titles, *rows]]

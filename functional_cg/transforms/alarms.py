@@ -1,4 +1,4 @@
-"""Alarms inside a step: the host is warned soon after the call in which one goes off, and never waits for the device."""
+"""Alarms inside a step: the host is warned soon after the call in which one goes off, and never waits for it."""
 
 from __future__ import annotations
 
