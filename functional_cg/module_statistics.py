@@ -98,7 +98,7 @@ class _Observer:
         found = _first(value)
         if found is None or not found.numel():
             return None
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(found.device.type, enabled=False):
             x = owned(found).detach()
             x = x if x.dim() > 1 else x.reshape(1, -1)
             unit = 1 if x.dim() in (4, 5) else x.dim() - 1

@@ -87,5 +87,5 @@ def _draw(ax: Axes, numbers: Tensor, present: Tensor, *, share: bool) -> None:
     shown = shown.where(numbers.isfinite(), 10 * max(high, 1.01)).where(
         present, torch.nan
     )  # beyond the scale: red
-    image = ax.imshow(shown, aspect="auto", interpolation="nearest", cmap=colors, norm=norm)
+    image = ax.imshow(shown.numpy(), aspect="auto", interpolation="nearest", cmap=colors, norm=norm)
     ax.figure.colorbar(image, ax=ax, shrink=0.6)

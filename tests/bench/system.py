@@ -29,6 +29,7 @@ __all__ = [
     "TUNED",
     "UPDATES",
     "VARIANTS",
+    "WATCHED",
     "System",
     "Unavailable",
     "nothing",
@@ -47,16 +48,17 @@ TUNED = "ours-max-autotune"  # with the options of inductor that `max-autotune` 
 LANES = "ours-branches"  # with launches side by side where that pays, and no part compiled once
 LINE = "ours-line"  # with all launches in one line
 RECORDED = "ours-recorded"  # by `fcg.record(step)`
+WATCHED = "ours-statistics"  # with `fcg.statistics(fn)`, at each call
 # With less or more memory for what the forward keeps: `activation_memory_budget`, in percent.
 BUDGETS = MappingProxyType({f"ours-budget-{percent}": percent / 100 for percent in (0, 25, 50, 75, 100)})
 ONCE = "ours-compile-once"  # equal parts are compiled once
-VARIANTS = (*UPDATES, *FEEDS, FEW, LANES, LINE, TUNED, ONCE, RECORDED, *BUDGETS)
+VARIANTS = (*UPDATES, *FEEDS, FEW, LANES, LINE, TUNED, ONCE, RECORDED, WATCHED, *BUDGETS)
 OPPONENTS = (
     "eager", "compile", "reduce-overhead", "graphed-callables", "hand-graph", "hand-graph-compiled",
     "cudagraph-module", "max-autotune", "jax",
 )  # fmt: skip
 # For a module as it is.
-MODULES = (*OURS, TUNED, ONCE, RECORDED, "eager", "compile", "reduce-overhead", "max-autotune")
+MODULES = (*OURS, TUNED, ONCE, RECORDED, WATCHED, "eager", "compile", "reduce-overhead", "max-autotune")
 COMPILED = (
     OURS[0],
     LANES,
@@ -64,6 +66,7 @@ COMPILED = (
     TUNED,
     ONCE,
     RECORDED,
+    WATCHED,
     *BUDGETS,
     "compile",
     "reduce-overhead",

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .system import FEEDS, FEW, FEW_LEAVES, LINE, OPPONENTS, OURS, RECORDED, UPDATES
+from .system import FEEDS, FEW, FEW_LEAVES, LINE, OPPONENTS, OURS, RECORDED, UPDATES, WATCHED
 
 __all__ = [
     "ACTIONS",
@@ -38,7 +38,7 @@ MANY_LEAVES, MANY_FLAT_LEAVES = 200, 2000  # with more leaves than this, the upd
 CLASSES, ACTIONS = 10, 4  # classes of the convolutional net, actions of the actor
 _PICTURE, OBSERVATION = 32, 16
 _LEAF = 4  # elements of a leaf, where the number of leaves is what matters
-_TRAINED = (*OURS, LINE, RECORDED, *(name for name in OPPONENTS if name != "max-autotune"))
+_TRAINED = (*OURS, LINE, RECORDED, WATCHED, *(name for name in OPPONENTS if name != "max-autotune"))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,20 @@ from torch._inductor import config, list_mode_options
 import functional_cg as fcg
 
 from ..modules import ModuleWorkload
-from ..system import BETAS, BUDGETS, EPS, ONCE, RECORDED, TUNED, System, Unavailable, nothing, there, waiter
+from ..system import (
+    BETAS,
+    BUDGETS,
+    EPS,
+    ONCE,
+    RECORDED,
+    TUNED,
+    WATCHED,
+    System,
+    Unavailable,
+    nothing,
+    there,
+    waiter,
+)
 from ..workloads import Batch
 from .of_step import counts
 from .torch_systems import optimizer_for
@@ -75,10 +88,7 @@ def _ours(
 
     lowering: Any = "aten" if name == "ours-aten" else "inductor"
 
-    @fcg.graph_step(
-        lowering=lowering, activation_memory_budget=BUDGETS.get(name), compile_once=name == ONCE or "auto"
-    )
-    def step(state: Any, batch: Batch) -> Any:
+    def train_step(state: Any, batch: Batch) -> Any:
         def loss_fn(params: Any) -> Any:
             new: list[Any] = []
 
@@ -95,6 +105,12 @@ def _ours(
         (loss, buffers), grads = fcg.value_and_grad(loss_fn, has_aux=True)(state.params)
         return state.apply_gradients(grads, buffers=buffers), {"loss": loss}
 
+    step = fcg.graph_step(
+        fcg.statistics(train_step) if name == WATCHED else train_step,
+        lowering=lowering,
+        activation_memory_budget=BUDGETS.get(name),
+        compile_once=name == ONCE or "auto",
+    )
     made: Any = fcg.record(step) if name == RECORDED else step
 
     def run(batch: Batch) -> Any:

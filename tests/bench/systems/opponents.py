@@ -25,6 +25,7 @@ from ..system import (
     OURS,
     RECORDED,
     VARIANTS,
+    WATCHED,
     System,
     Unavailable,
     there,
@@ -113,7 +114,9 @@ def ours(
       variant: Name of the system, which says what is added to an optimizer alone.
       options: Further options of :func:`functional_cg.graph_step`.
     """
-    step: Any = fcg.graph_step(_step_of(work, variant), lowering=lowering, **options)
+    train_step = _step_of(work, variant)
+    watched = fcg.statistics(train_step) if variant == WATCHED else train_step
+    step: Any = fcg.graph_step(watched, lowering=lowering, **options)
     return of_step(step, _state_of(work, device, variant), device, batches, recorded=variant == RECORDED)
 
 
