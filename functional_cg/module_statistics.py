@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import tree
 from .ambient.observing import observing
@@ -33,10 +33,11 @@ def statistics(fn: Callable[P, R], *, keep: int = 1) -> Callable[P, R]:
     """Make a step that also looks at what its modules return and at what its optimizer does.
 
     The new function computes what ``fn`` does, and taps numbers by module, which ``step.statistics`` has after any
-    call: of the value that a module returns, its root mean square, the largest magnitude, and the share of its units
-    that are zero for the whole batch, the dead ones after a ReLU; and of the parameters of a module, the norms of the
-    gradient, of the weights and of the update. Nothing waits for the device until they are read. It costs a kernel or
-    two for each module and parameter, so call the step that looks now and then::
+    call: of the value that a module returns, its root mean square and the largest magnitude; if the module has neither
+    parameters nor submodules, as a ReLU, the share of its units that are zero for the whole batch; and of the
+    parameters of a module, the norms of the gradient, of the weights and of the update. Nothing waits for the device
+    until they are read. It costs a kernel or two for each module and parameter, so call the step that looks now and
+    then::
 
         watched = fcg.graph_step(fcg.statistics(train_step))
         step = fcg.graph_step(train_step)
@@ -94,20 +95,20 @@ class _Observer:
         self._keep = keep
         self._optimized: list[str] = []  # the rows of each optimizer; in a loop they come again
 
-    def output(self, value: Any) -> Tensor | None:
+    def output(self, module: nn.Module, value: Any) -> Tensor | None:
         found = _first(value)
         if found is None or not found.numel():
             return None
+        acts = not any(True for _ in (*module.children(), *module.parameters()))
         with torch.no_grad(), torch.autocast(found.device.type, enabled=False):
             x = owned(found).detach()
+            norm = torch.linalg.vector_norm(x, 2, dtype=torch.promote_types(x.dtype, torch.float32))
             x = x if x.dim() > 1 else x.reshape(1, -1)
             unit = 1 if x.dim() in (4, 5) else x.dim() - 1
             others = [dim for dim in range(x.dim()) if dim != unit]
-            wide = torch.promote_types(x.dtype, torch.float32)
-            squares = torch.linalg.vector_norm(x, 2, others, dtype=wide).square()
-            largest = torch.linalg.vector_norm(x, math.inf, others).to(wide)
-            rms = (squares.sum() / x.numel()).sqrt()
-            return torch.stack([rms, largest.amax(), (largest == 0).to(wide).mean()]).float()
+            largest = torch.linalg.vector_norm(x, math.inf, others if acts else None)
+            dead = (largest == 0).float().mean() if acts else torch.tensor(ABSENT, device=x.device)
+            return torch.stack([norm.float() / math.sqrt(x.numel()), largest.amax().float(), dead])
 
     def applied(self, model: str, paths: Sequence[str], numbers: Sequence[Tensor]) -> None:
         times, rows = Counter[str](), list[str]()

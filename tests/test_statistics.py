@@ -64,15 +64,11 @@ def batches(count: int = CALLS) -> list[Tensor]:
     return list(torch.randn(count, 16, 6, generator=torch.Generator().manual_seed(1)))
 
 
-def numbers(x: Tensor) -> list[float]:
+def numbers(x: Tensor, *, acts: bool) -> list[float]:
     """Root mean square, largest magnitude and share of dead units, by plain arithmetic."""
-    unit = 1 if x.dim() == 4 else -1
-    rows = x.double().movedim(unit, 0).flatten(1)
-    return [
-        float(rows.square().mean().sqrt()),
-        float(rows.abs().max()),
-        float((rows == 0).all(1).double().mean()),
-    ]
+    rows = x.double().movedim(-1, 0).flatten(1)
+    dead = float((rows == 0).all(1).double().mean()) if acts else -1.0
+    return [float(rows.square().mean().sqrt()), float(rows.abs().max()), dead]
 
 
 def by_hooks(params: Any, buffers: Any, x: Tensor) -> dict[str, list[float]]:
@@ -82,7 +78,8 @@ def by_hooks(params: Any, buffers: Any, x: Tensor) -> dict[str, list[float]]:
     def note(name: str) -> Any:
         def hook(_module: nn.Module, _given: Any, out: Any) -> None:
             row = name if name not in found else f"{name} (2)"
-            found[row] = numbers((out[0]["out"] if isinstance(out, tuple) else out).detach())
+            value = out[0]["out"] if isinstance(out, tuple) else out
+            found[row] = numbers(value.detach(), acts=name == "act")
 
         return hook
 
@@ -246,7 +243,7 @@ def test_what_is_not_finite_is_shown_and_drawn() -> None:
         *("module", "rms", "largest", "dead", "gradient", "weight", "update", "update/weight"),
     ]
     (row,) = [line for line in text.splitlines() if line.startswith("    once")]
-    assert row.split()[1:] == ["nan", "nan", "0%", "nan", *row.split()[5:]]
+    assert row.split()[1:] == ["nan", "nan", "nan", *row.split()[4:]]
     assert "update/weight" in step.statistics._repr_html_()
     axes = report.statistics(step.statistics, ["rms", "ratio"])
     assert [ax.get_title() for ax in axes] == ["outputs: root mean square", "norm of update / weight"]

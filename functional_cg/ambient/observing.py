@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["Observer", "observer", "observing"]
 
@@ -15,7 +15,7 @@ __all__ = ["Observer", "observer", "observing"]
 class Observer(Protocol):
     """What looks at modules and optimizers."""
 
-    def output(self, value: Any) -> Tensor | None:
+    def output(self, module: nn.Module, value: Any) -> Tensor | None:
         """Return the numbers of what a module has just returned; None if it has none."""
 
     def applied(self, model: str, paths: Sequence[str], numbers: Sequence[Tensor]) -> None:

@@ -92,15 +92,15 @@ class Place:
                 out = module._call_impl(*args, **kwargs)
         finally:
             self._trail.pop()
-        self._observe(path, out)
+        self._observe(path, module, out)
         return out
 
-    def _observe(self, path: str, out: Any) -> None:
+    def _observe(self, path: str, module: nn.Module, out: Any) -> None:
         """Note the numbers of what a submodule returns, unless a policy counts its calls: it may run again."""
         seen = observer()
         if seen is None or self._effects is not None or not isinstance(dispatch_modes()[-1], Effects):
             return
-        if (numbers := seen.output(out)) is not None:
+        if (numbers := seen.output(module, out)) is not None:
             self._observed.append((path, numbers))
 
     def _again(self, path: str, run: Callable[[], Any]) -> Any:

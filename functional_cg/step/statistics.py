@@ -28,9 +28,9 @@ class Statistics(Report):
       modules: Names of modules: paths as in ``named_modules``, the model's class for the model itself; with several
         models, their classes come first. Other parameters are named by where they lie in ``params``.
       values: f32[calls, ..., modules, 6], oldest call first; for a sweep, the members come second. Columns are ``rms``
-        and ``largest``, the root mean square and the largest magnitude of what a module returns; ``dead``, the share of
-        its units that are zero for the whole batch; and the norms ``gradient``, ``weight`` and ``update`` of its own
-        parameters. Where a module returns no floating tensor, or has no parameters, -1.
+        and ``largest``, the root mean square and the largest magnitude of what a module returns; ``dead``, if it has
+        neither parameters nor submodules, the share of its units that are zero for the whole batch; and the norms
+        ``gradient``, ``weight`` and ``update`` of its own parameters. Where there is no number, -1.
     """
 
     modules: tuple[str, ...]
