@@ -246,7 +246,7 @@ def _restrided(
     return root.as_strided(shape, stride, root.storage_offset() + offset)
 
 
-def _target(instr: Instr, written: Collection[int]) -> Callable[..., Any]:
+def _target(instr: Instr, written: Collection[int]) -> Any:
     """Return a call's target; fused optimizers and the library's ops become formulas, which the compiler can fuse.
 
     The compiler's formulas for torch's own ops lay out some results differently from the ops themselves (``cat`` of one
