@@ -17,7 +17,6 @@ from functional_cg.stages.fx_passes.canonical import (
     VIEWS,
     narrow_views,
     pick_by_comparison,
-    softmax_by_rows,
 )
 from functional_cg.stages.fx_passes.cross_entropy import suit
 from functional_cg.testing import assert_replay_equals_eager
@@ -93,23 +92,6 @@ def test_a_gather_among_more_classes_checks_too_little() -> None:
         return (spread * logits[:, :3]).sum()
 
     assert count(graph(loss, *data(4), pick_by_comparison), aten.scatter_add.default) == 1
-
-
-@pytest.mark.parametrize("dim", [-1, 2])
-def test_log_softmax_takes_a_matrix(dim: int) -> None:
-    def loss(logits: Tensor, y: Tensor) -> Tensor:
-        logp = logits.log_softmax(dim).view(-1, 7)
-        return torch.nn.functional.nll_loss(logp, y.flatten())
-
-    made = graph(loss, *data(2, 3), softmax_by_rows)
-    (call,) = made.find_nodes(op="call_function", target=aten._log_softmax.default)
-    assert call.meta["spec"].shape == (6, 7)
-
-
-def test_log_softmax_over_another_dimension_is_left_alone() -> None:
-    made = graph(lambda logits, y: logits.log_softmax(1).square().sum(), *data(2, 3), softmax_by_rows)
-    (call,) = made.find_nodes(op="call_function", target=aten._log_softmax.default)
-    assert call.meta["spec"].shape == (2, 3, 7)
 
 
 @pytest.mark.parametrize("change", [narrow_views, suit])

@@ -1,16 +1,15 @@
 """Bring equal computations to one spelling, so that passes and kernels need to know that one only.
 
-``logits.float().view(-1, n)`` and ``logits.view(-1, n).float()`` are the same values, as are log-probabilities
-[batch, time, n] and [batch * time, n]. Afterwards, views carry the narrower dtype: a cast that widens stands right
-before the call that reads it, one that narrows right after the call whose result it takes. Log-softmax takes a matrix.
-The gradient of ``gather`` with one index for each row is an elementwise call rather than a write into zeros.
+``logits.float().view(-1, n)`` and ``logits.view(-1, n).float()`` are the same values. Afterwards, views carry the
+narrower dtype: a cast that widens stands right before the call that reads it, one that narrows right after the call
+whose result it takes. The gradient of ``gather`` with one index for each row is an elementwise call rather than a write
+into zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ __all__ = [
     "narrow_views",
     "pick_by_comparison",
     "picked_slope",
-    "softmax_by_rows",
     "softmax_in_fp32",
 ]
 
@@ -129,34 +127,6 @@ def softmax_in_fp32(graph: fx.Graph) -> None:
         for cast in casts:
             cast.replace_all_uses_with(made)
     drop_unread(graph)
-
-
-def softmax_by_rows(graph: fx.Graph) -> None:
-    """Let log-softmax over the last dimension, and its gradient, take and return a matrix, in place.
-
-    Args:
-      graph: The graph; its nodes have their ``spec`` in ``meta``.
-    """
-    for node in [*_calls(graph, _SOFTMAX), *_calls(graph, _SLOPE)]:
-        position = 2 if node.target is _SLOPE else 1
-        spec: BufferSpec = node.meta["spec"]
-        if len(spec.shape) < 2 or _dim(node, node, position) != len(spec.shape) - 1:
-            continue
-        node.update_arg(position, len(spec.shape) - 1)
-        if len(spec.shape) == 2:
-            continue
-        rows = _rows(spec.shape)
-        with graph.inserting_before(node):
-            made = graph.node_copy(node, partial(as_shape, graph, shape=rows))
-            made.update_arg(position, 1)
-            made.meta["spec"] = replace(spec, shape=rows, stride=(rows[1], 1))
-            result = as_shape(graph, made, spec.shape)
-        node.replace_all_uses_with(result)
-    drop_unread(graph)
-
-
-def _rows(shape: Sequence[int]) -> tuple[int, int]:
-    return (torch.Size(shape[:-1]).numel(), shape[-1])
 
 
 def as_shape(graph: fx.Graph, value: fx.Node, shape: Sequence[int]) -> fx.Node:

@@ -26,7 +26,6 @@ from .canonical import (
     is_written,
     narrow_views,
     pick_by_comparison,
-    softmax_by_rows,
     softmax_in_fp32,
 )
 from .capped import DTYPES, Link, back_through, chain_of, gradient_of, through
@@ -133,7 +132,6 @@ def rewrite_losses(graph: fx.Graph) -> None:
     """
     if _large(graph):
         softmax_in_fp32(graph)
-        softmax_by_rows(graph)
     narrow_views(graph)
     products: dict[fx.Node, list[fx.Node]] = {}
     for start in _large(graph):

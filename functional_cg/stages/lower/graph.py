@@ -246,7 +246,7 @@ def _restrided(
     return root.as_strided(shape, stride, root.storage_offset() + offset)
 
 
-def _target(instr: Instr, written: Collection[int]) -> Callable[..., Any]:
+def _target(instr: Instr, written: Collection[int]) -> Any:
     """Return a call's target; fused optimizers and the library's ops become formulas, which the compiler can fuse.
 
     The compiler's formulas for torch's own ops lay out some results differently from the ops themselves (``cat`` of one
@@ -258,16 +258,17 @@ def _target(instr: Instr, written: Collection[int]) -> Callable[..., Any]:
         return torch.ops.aten.reshape.default
     if name == "fcg::random_bits" and not _draws_in_bulk(instr):
         return decompose_random_bits
-    if name.endswith("_") and name[:-1] in FORMULAS and instr.writes == (instr.out,):
-        return _in_place(name[:-1])
-    writes_elsewhere = any(argument.is_out for argument in instr.op._schema.arguments)  # no formula does
-    return division_of(instr) or ({} if writes_elsewhere else FORMULAS).get(name, instr.op)
+    formula = division_of(instr) or FORMULAS.get(name.removesuffix("_"))
+    if formula is None or any(argument.is_out for argument in instr.op._schema.arguments):
+        return instr.op  # no formula writes elsewhere
+    if not name.endswith("_"):
+        return formula
+    return _in_place(formula) if instr.writes == (instr.out,) else instr.op
 
 
 @cache
-def _in_place(name: str) -> Callable[..., Tensor]:
+def _in_place(formula: Callable[..., Any]) -> Callable[..., Tensor]:
     """Return the formula for an op as one for the op that writes over its first argument."""
-    formula = FORMULAS[name]
 
     def written(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         x.copy_(formula(x, *args, **kwargs))

@@ -25,11 +25,9 @@ __all__ = ["division_of"]
 
 
 def division_of(instr: Instr) -> Callable[..., Tensor] | None:
-    """Return the formula of a call; None if it is no floating-point division to whole numbers, and no remainder."""
-    name = instr.op._schema.name
-    if name.rstrip("_") == "aten::div" and instr.kwargs.get("rounding_mode") is None:
-        return None
-    if "out" in instr.kwargs:  # torch itself writes it
+    """Return the formula of what a call computes; None if that is no floating-point quotient or remainder of these."""
+    name = instr.op._schema.name.removesuffix("_")
+    if name == "aten::div" and instr.kwargs.get("rounding_mode") is None:
         return None
     return _DIVISIONS.get(name) if any(out.spec.dtype.is_floating_point for out in instr.outputs()) else None
 
@@ -70,14 +68,6 @@ def divide(value: Any, other: Any, *, rounding_mode: str = "floor") -> Tensor:
     elif other == 0:
         down = quotient
     return down.to(dtype)
-
-
-def remainder_(value: Tensor, other: Any) -> Tensor:
-    return value.copy_(remainder(value, other))
-
-
-def divide_(value: Tensor, other: Any, *, rounding_mode: str = "floor") -> Tensor:
-    return value.copy_(divide(value, other, rounding_mode=rounding_mode))
 
 
 def _operands(value: Any, other: Any) -> tuple[Tensor, Any]:
@@ -121,12 +111,5 @@ def _of_other_sign(rest: Tensor, other: Any) -> Tensor:
 
 
 _DIVISIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
-    {
-        "aten::remainder": remainder,
-        "aten::remainder_": remainder_,
-        "aten::floor_divide": divide,
-        "aten::floor_divide_": divide_,
-        "aten::div": divide,
-        "aten::div_": divide_,
-    }
+    {"aten::remainder": remainder, "aten::floor_divide": divide, "aten::div": divide}
 )
