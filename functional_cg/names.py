@@ -68,6 +68,8 @@ _HERE = _table("""
     Module Linear Conv1d Conv2d Dropout LayerNorm BatchNorm1d BatchNorm2d Embedding Sequential Parameter | `torch.nn.NAME`, and `apply, params, buffers = fcg.from_module(model)`
     debug_nans detect_anomaly set_detect_anomaly find_nonfinite | `train_step.find_nonfinite(state, batch)`; to look back from a NaN, `fcg.record(train_step)`
     rewind Recorder recorder flight_recorder | `train = fcg.record(train_step)`, then `train(state, batch)` and `state = train.rewind(state, -1)`
+    watch watch_modules grad_norm histogram | `fcg.statistics(train_step)`, and `step.statistics` after any call
+    alert warn_if | `fcg.alarm("the loss is above 10", loss > 10)`, in the step
     ensemble stack_module_state | `fcg.sweep(train_step)`, a step of many models at once
     print | `fcg.debug_print("loss {}", loss)`
     testing report bench examples | `import functional_cg.NAME`

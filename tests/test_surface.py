@@ -32,6 +32,7 @@ FUNCTIONS = (
     "save",
     "snapshot",
     "state_dict",
+    "statistics",
     "value_and_grad",
 )
 CLASSES = ("GraphStep", "TrainState")

@@ -208,6 +208,13 @@ def check_record(state: State) -> None:
     fcg.record(step_fn)  # type: ignore[arg-type]
 
 
+def check_statistics(state: State) -> None:
+    step = fcg.graph_step(fcg.statistics(step_fn, keep=3))
+    assert_type(step(state, batch), tuple[State, dict[str, Tensor]])
+    assert_type(step.statistics("rms"), Tensor)
+    fcg.alarm("high", 3)  # type: ignore[arg-type]
+
+
 def check_costs(state: State) -> None:
     lowered = fcg.graph_step(step_fn).lower(state, batch)
     assert_type(lowered.cost_analysis().flops, int)

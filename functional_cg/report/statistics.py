@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import matplotlib.pyplot as plt
 import torch
@@ -14,12 +15,14 @@ from ..step.statistics import Statistics
 
 __all__ = ["statistics"]
 
-_TITLES = {
-    "rms": "outputs: root mean square",
-    "dead": "outputs: dead units",
-    "gradient": "norm of the gradient",
-    "ratio": "norm of update / weight",
-}
+_TITLES = MappingProxyType(
+    {
+        "rms": "outputs: root mean square",
+        "dead": "outputs: dead units",
+        "gradient": "norm of the gradient",
+        "ratio": "norm of update / weight",
+    }
+)
 _LABELS = 40  # rows that are named, at most
 
 
