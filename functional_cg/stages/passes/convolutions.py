@@ -56,8 +56,9 @@ def convolution_backward(
     if groups and _is_product(weight, padding):
         rows, read = _rows(grads, groups), x[_every(stride)]
         if wanted[0]:
-            found[0] = torch.zeros_like(x)
-            found[0][_every(stride)] = _image(rows @ _matrices(weight, groups), grads)
+            spread = torch.zeros_like(x)
+            spread[_every(stride)] = _image(rows @ _matrices(weight, groups), grads)
+            found[0] = spread
         if wanted[1]:
             found[1] = (rows.mT @ _rows(read, groups)).reshape(weight.shape)
         if wanted[2]:
