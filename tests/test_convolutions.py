@@ -39,7 +39,10 @@ def calls(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]:
         value = torch.randn(shape, generator=generator).to(dtype)
         return value.movedim(1, -1).contiguous().movedim(-1, 1) if draw(st.booleans()) and dims > 1 else value
 
-    x, weight = normal(2, groups * inputs, *each(5, 8)), normal(groups * outputs, inputs, *kernel)
+    x, weight = (
+        normal(draw(st.integers(0, 2)), groups * inputs, *each(5, 8)),
+        normal(groups * outputs, inputs, *kernel),
+    )
     bias = torch.randn(groups * outputs, generator=generator).to(dtype)
     return x, weight, bias, (stride, padding, dilation, False, [0] * dims, groups)
 
@@ -116,6 +119,30 @@ def test_a_product_in_tf32_takes_no_convolution_that_may_not_round() -> None:
             assert called(*KINDS["one element"][0]) == ONE
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_product_may_not_sum_in_half_precision_either() -> None:
+    before = torch.backends.cuda.matmul.allow_fp16_accumulation
+    torch.backends.cuda.matmul.allow_fp16_accumulation = not before
+    try:
+        assert called(*KINDS["one element"][0]) == ONE
+    finally:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = before
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_what_is_not_finite_stays_in_its_group(kernel: int) -> None:
+    x, weight = torch.randn(2, 4, 6, 6), torch.randn(4, 2, kernel, kernel)
+    how = [2, 2], [0, 0], [1, 1], False, [0, 0], 2
+    out = convolutions.convolution(x, weight, None, *how)
+    out[:, :2] = torch.nan
+    to_x, to_weight, _ = convolutions.convolution_backward(out, x, weight, None, *how, [True, True, False])
+    assert to_x is not None
+    assert to_weight is not None
+    assert to_x[:, 2:].isfinite().all()
+    assert to_weight[2:].isfinite().all()
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -82,26 +82,21 @@ def _gradient_of_input(
     A place of the input is a multiple of the stride and a rest. The places of one rest meet the elements of the kernel
     with that rest alone, so all rests of a multiple are computed at once, as channels.
     """
-    dims, (outputs, inputs, *kernel) = (
-        range(len(stride)),
-        weight.view(groups, -1, *weight.shape[1:]).shape[1:],
-    )
+    dims, outputs, kernel = range(len(stride)), weight.shape[0] // groups, weight.shape[2:]
     taps = [-(-size // step) for size, step in zip(kernel, stride, strict=True)]
-    filled = _padded(
-        weight, [(0, n * step - size) for n, step, size in zip(taps, stride, kernel, strict=True)]
-    )
-    split = filled.view(groups, outputs, inputs, *chain.from_iterable(zip(taps, stride, strict=True)))
-    rests = split.permute(0, 2, *(2 * i + 4 for i in dims), 1, *(2 * i + 3 for i in dims))
-    weights = rests.reshape(-1, outputs, *taps).flip([i + 2 for i in dims])
+    lack = [(0, n * step - size) for n, step, size in zip(taps, stride, kernel, strict=True)]
+    split = chain.from_iterable(zip(taps, stride, strict=True))
+    parts = _padded(weight, lack).view(groups, outputs, weight.shape[1], *split)
+    parts = parts.permute(0, 2, *(2 * i + 4 for i in dims), 1, *(2 * i + 3 for i in dims))
+    weights = _laid_as(grads, parts.reshape(-1, outputs, *taps).flip([i + 2 for i in dims]))
     around, ones = [n - 1 for n in taps], [1] * len(stride)
     how = None, ones, around, ones, False, [0] * len(stride), groups
-    made = _aten.convolution.default(grads, _laid_as(grads, weights), *how)
-    places = made.unflatten(1, (x.shape[1], *stride)).permute(
-        0, 1, *chain.from_iterable((i + 2 + len(stride), i + 2) for i in dims)
-    )
-    sizes = [n * step for n, step in zip(made.shape[2:], stride, strict=True)]
-    cut = [(-pad, size + pad - made) for size, pad, made in zip(x.shape[2:], padding, sizes, strict=True)]
-    return _padded(places.reshape(*x.shape[:2], *sizes), cut)
+    made = _aten.convolution.default(grads, weights, *how).unflatten(1, (x.shape[1], *stride))
+    order = chain.from_iterable((i + 2 + len(stride), i + 2) for i in dims)
+    sizes = [n * step for n, step in zip(made.shape[-len(stride) :], stride, strict=True)]
+    image = made.permute(0, 1, *order).reshape(*x.shape[:2], *sizes)
+    cut = [(-pad, size + pad - end) for size, pad, end in zip(x.shape[2:], padding, sizes, strict=True)]
+    return _padded(image, cut)
 
 
 def _padded(value: Tensor, by: Sequence[tuple[int, int]]) -> Tensor:
@@ -129,9 +124,9 @@ def _small_groups(x: Tensor, weight: Tensor, *how: Any) -> int:
 
 
 def _is_product(weight: Tensor, padding: Sequence[int]) -> bool:
-    """Whether a convolution is a product, which rounds its factors to TF32 only if a convolution may."""
+    """Whether a convolution is a product, which rounds between only if a convolution may."""
     cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    rounds = cuda.fp32_precision == "tf32" != cudnn.fp32_precision
+    rounds = cuda.fp32_precision == "tf32" != cudnn.fp32_precision or cuda.allow_fp16_accumulation
     return all(size == 1 for size in weight.shape[2:]) and not any(padding) and not rounds
 
 
@@ -150,4 +145,5 @@ def _rows(image: Tensor, groups: int) -> Tensor:
 
 def _image(rows: Tensor, like: Tensor) -> Tensor:
     """Return [batch, groups * channels, *places] of rows, with the places of another image."""
-    return rows.transpose(0, 1).reshape(like.shape[0], *like.shape[2:], -1).movedim(-1, 1)
+    channels = rows.shape[0] * rows.shape[2]
+    return rows.transpose(0, 1).reshape(like.shape[0], *like.shape[2:], channels).movedim(-1, 1)
