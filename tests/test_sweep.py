@@ -44,6 +44,19 @@ def cnn() -> nn.Module:
     return nn.Sequential(*convolved, nn.Flatten(), nn.Linear(12, 5))
 
 
+class Residual(nn.Module):
+    """A block with a stride and a way around it, and a convolution by one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.first = nn.Conv2d(1, 2, 3), nn.Conv2d(2, 3, 3, stride=2, padding=1)
+        self.skip, self.second = nn.Conv2d(2, 3, 1, stride=2, bias=False), nn.Conv2d(3, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu()
+        return self.second((self.first(x) + self.skip(x)).relu()).mean((2, 3))  # type: ignore[no-any-return]
+
+
 class Attention(nn.Module):
     """A block of a GPT, with dropout and an embedding that is also its head."""
 
@@ -187,6 +200,7 @@ RATES = optim.inject_hyperparams(optim.adamw)(learning_rate=1e-2, weight_decay=0
 PROGRAMS: dict[str, tuple[Any, Any, Any, Any]] = {
     "mlp": (mlp, CLIPPED, regression, numbers),
     "cnn": (cnn, CLIPPED, classification, images),
+    "residual": (Residual, CLIPPED, classification, images),
     "attention": (Attention, optim.sgd(0.1, momentum=0.9), language, tokens),
     "microbatches": (mlp, CLIPPED, in_microbatches, numbers),
     "cond": (mlp, CLIPPED, gated, numbers),
@@ -257,6 +271,11 @@ def test_of_each_optimizer_too(name: str) -> None:
 @pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.kernels), "cnn", "attention"])
 def test_compiled_too(name: str) -> None:
     agrees(*PROGRAMS[name], lowering="inductor")
+
+
+def test_convolutions_compiled_as_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("functional_cg.stages.passes.convolutions._on_gpu", lambda x: True)
+    agrees(*PROGRAMS["residual"], lowering="inductor")
 
 
 def train_step(state: Any, x: Tensor) -> Any:

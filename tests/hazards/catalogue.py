@@ -72,6 +72,7 @@ FILES = {
     "recorder": "tests/test_recorder.py",
     "sweep_calls": "tests/test_sweep_calls.py",
     "constants": "tests/test_constants.py",
+    "convolutions": "tests/test_convolutions.py",
     "branches": "tests/properties/test_branches.py",
     "branches_on_ranks": "tests/sharding/test_branches_on_ranks.py",
     "order": "tests/sharding/test_order.py",
@@ -1223,5 +1224,9 @@ HAZARDS = (
     _row(239, 1, "N251 N252", "a recorded run is made again with another state or another batch than it had",
          "impossible: an edited state is copied, and inputs are copied at each call",
          "recorder::test_each_call_of_the_recording_comes_again", "recorder::test_what_the_loop_edits_comes_again"),
+    _row(240, 1, "N253", "a product that may round its factors takes the place of a convolution that may not",
+         "impossible: the convolution stays",
+         "convolutions::test_a_product_in_tf32_takes_no_convolution_that_may_not_round",
+         "convolutions::test_a_product_may_not_sum_in_half_precision_either"),
 )
 # fmt: on

@@ -761,4 +761,11 @@ SILENT = (
         ("tests/test_recorder.py::test_each_call_of_the_recording_comes_again",),
         no_gpu="copies to the host are the same code",
     ),
+    Mutant(
+        "N253",
+        "a product that may round to TF32 takes the place of a convolution that may not",
+        (("    rounds = cuda.fp32_precision == ", "    rounds = False and cuda.fp32_precision == "),),
+        ("tests/test_convolutions.py::test_a_product_in_tf32_takes_no_convolution_that_may_not_round",),
+        no_gpu=NO_GPU,
+    ),
 )

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..fx_passes.old_values import KEPT
 from ..fx_passes.rounding import HALF, ROUNDED
 from ..fx_passes.updates import update
+from .convolutions import convolution, convolution_backward
 from .normalized import apply_statistics
 
 __all__ = ["FORMULAS"]
@@ -316,6 +317,8 @@ FORMULAS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "aten::_fused_adamw": _adam_decoupled,
         "aten::_fused_sgd": _sgd,
         "aten::_fused_adagrad": _adagrad,
+        "aten::convolution": convolution,
+        "aten::convolution_backward": convolution_backward,
         "aten::embedding_dense_backward": _embedding_dense_backward,
         "aten::huber_loss": _huber_loss,
         "aten::index_fill": _index_fill,
