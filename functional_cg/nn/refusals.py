@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from functools import partial
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ _WRAPPERS = (
     ("ScriptModule", "pass the module before `torch.jit.script` or `trace`"),
 )
 _HOOKS = ("_backward_pre_hooks", "_backward_hooks")
+_CONTAINERS, _CALLABLES = (dict, list, tuple, set, frozenset, CellType), (FunctionType, MethodType, partial)
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
@@ -175,26 +177,13 @@ def _reached(value: Any) -> Iterator[tuple[Any, Any, bool]]:
         if (in_function, id(found)) in seen:
             continue
         seen[in_function, id(found)] = found
-        if isinstance(found, dict):
-            below = [*found.values()]
-        elif isinstance(found, (list, tuple, set, frozenset)):
-            below = [*found]
-        else:
+        if not isinstance(found, _CONTAINERS):
             element = found if element is None else element
             yield element, found, in_function
-            below = []
+        below = gc.get_referents(found) if isinstance(found, (*_CONTAINERS, *_CALLABLES)) else []
         if isinstance(found, FunctionType):
-            defaults = [*(found.__defaults__ or ()), *(found.__kwdefaults__ or {}).values()]
-            near = (
-                value
-                for name, value in variables(found)
-                if name in found.__code__.co_freevars
-                or not isinstance(value, FunctionType)
-                or value.__globals__ is found.__globals__
-            )
-            below, in_function = [*defaults, *near], True
-        elif isinstance(found, MethodType):
-            below = [found.__func__, found.__self__] if in_function else [found.__func__]
-        elif isinstance(found, partial):
-            below = [found.func, *found.args, *found.keywords.values()]
-        left += [(element, value, in_function) for value in below]
+            own, read = found.__globals__, [value for _, value in variables(found)]
+            below = [one for one in below if one is not own]
+            below += [one for one in read if not isinstance(one, FunctionType) or one.__globals__ is own]
+            in_function = True
+        left += [(element, one, in_function) for one in below]
