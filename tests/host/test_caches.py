@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
@@ -253,42 +253,3 @@ def test_a_change_leaves_the_state_alone_and_the_fix_goes_on_with_it() -> None:
     again, _ = fcg.graph_step(train_step)(state, X)
     twin, _ = step.eager(twin, X)
     assert_trees_all_equal(fcg.snapshot(again), fcg.snapshot(twin))
-
-
-class Alibi(nn.Module):
-    """Makes its bias of a buffer at the first call, and slices it from then on."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.linear, self.kind = nn.Linear(2, 2), kind
-        self.register_buffer("slopes", torch.linspace(0.1, 1, 2), persistent=False)
-        self.register_buffer("bias", None, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
-        if self.kind == "of what it writes":
-            self.slopes.mul_(0.5)
-        if self.bias is not None:
-            return y + self.bias[-2:]
-        of = self.linear.bias.detach() if self.kind == "of what is trained" else self.slopes
-        bias = torch.arange(2.0) * of
-        self.register_buffer("bias", bias, persistent=False)
-        return y + bias
-
-
-def test_a_module_remembers_what_it_makes_of_buffers_that_never_change() -> None:
-    module = Alibi("of a buffer")
-    apply, params, buffers = fcg.from_module(module)
-    step = fcg.graph_fn(lambda state, x: apply(state["params"], state["buffers"], x)[0])
-    state = fcg.place({"params": params, "buffers": buffers})
-    for n in range(3):
-        got = step(state, X * n)
-        assert_trees_all_equal(got, step.eager(state, X * n))
-        torch.testing.assert_close(got, module(X * n).detach())
-
-
-@pytest.mark.parametrize("kind", ["of what it writes", "of what is trained"])
-def test_a_module_must_not_remember_what_it_makes_of_what_changes(kind: str) -> None:
-    apply, params, buffers = fcg.from_module(Alibi(kind))
-    with pytest.raises(fcg.SideEffectError, match="changes which buffers the module has"):
-        apply(params, buffers, X)

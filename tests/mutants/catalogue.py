@@ -804,8 +804,8 @@ MUTANTS = (
         "a class that gets a method is the class that it was",
         (
             (
-                "        return self.mro == cls.__mro__ and self._called == ",
-                "        return True or self._called == ",
+                "        found = [name for name in {**old, **now} if old.get(name) is not now.get(name)]\n",
+                "        found = [name for name in old if now.get(name) not in (None, old[name])]\n",
             ),
         ),
         (
@@ -866,7 +866,7 @@ MUTANTS = (
     Mutant(
         "N83",
         "what a function closes over that only a library holds is not found",
-        (("            place = self.root(function, code.co_name, outlives=False)\n", "            pass\n"),),
+        (("dict(self._cells_of(place))", "dict(self._cells_of(place)) if place.root.outlives else {}"),),
         (
             f"{HOST}test_calls.py::test_row[a function that a library alone holds, set aside by the collector]",
         ),

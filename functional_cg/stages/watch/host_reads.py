@@ -42,7 +42,6 @@ from .kinds import (
     is_user_function,
     is_user_module,
     plain,
-    stored_in_class,
     stores,
 )
 from .places import ATTRIBUTE, CELL, GONE, ITEM, PART, Entry, How, Memory, Place, Step, parts_of
@@ -60,7 +59,7 @@ _ANSWERED = frozenset(
 _THERE = frozenset({"grad", "grad_fn"})
 _FACTS = _SAID | _ANSWERED | _THERE
 GETTERS = (operator.attrgetter, operator.itemgetter)
-_DEFINITIONS = (FunctionType, classmethod, property, staticmethod)
+_BASES = (torch.nn.Module, object)
 _KEEPS_ARGUMENTS = (functools.partial, functools.partialmethod, functools.singledispatchmethod)
 _REGISTRIES = ("_modules", "_parameters", "_buffers")  # of a torch module
 _BUILTIN_ITEMS = frozenset(
@@ -118,7 +117,6 @@ class HostReads:
         self.root(os.environ, "os.environ")
         self._made_lately = made
         self._cells: dict[int, tuple[Place, Step]] = {}
-        self._methods_of: Callable[[type], Mapping[CodeType, list[str]]] = functools.cache(_names_of_methods)
 
     def root(self, value: object, name: str, *, outlives: bool = True) -> Place:
         """Return an object's place; a new one is a root, which stays the same object."""
@@ -329,11 +327,16 @@ class HostReads:
             self.shape_of(type(value))
 
     def shape_of(self, cls: type) -> None:
-        """Record the bases and method names of a user's class: they decide what its instances do."""
-        for one in cls.__mro__ if self.is_of_user(cls) else ():
-            if self.is_of_user(one) and (id(one), None, How.SHAPE) not in self.entries:
-                place = self.root(one, one.__name__)
-                self.compare(place, None, How.SHAPE, Shape(one), one.__name__, defines=True)
+        """Record the bases, methods and properties of a user's class: they decide what its instances do."""
+        of_module = issubclass(cls, torch.nn.Module)  # a library's, whose methods a program may replace
+        for one in cls.__mro__:
+            counts = self.is_of_user(one) or (of_module and one not in _BASES)
+            if counts and (id(one), None, How.SHAPE) not in self.entries:
+                place, shape = self.root(one, one.__name__), Shape(one)
+                self.compare(place, None, How.SHAPE, shape, one.__name__, defines=True)
+                for name, held in zip(shape.names, shape.called, strict=True):
+                    if type(held) in _KEEPS_ARGUMENTS:
+                        self.root(held, f"{one.__name__}.{name}")
 
     def returned(self, result: Any) -> None:
         """Record what a step returns: of what existed before, the caller sees all contents."""
@@ -444,7 +447,6 @@ class HostReads:
             self._lacks(self.place(owner), name)
             return UNKNOWN
         if hasattr(type(in_class), "__set__"):  # a property precedes what the instance stores
-            self.of_class(type(owner), name, in_class)
             return self.got(getattr(in_class, "fget", None), owner)
         if name in storage:
             return self._read(owner, Step(ATTRIBUTE, name), storage[name])
@@ -504,7 +506,6 @@ class HostReads:
             if self.is_of_user(definer) or not definer.__module__.startswith("functional_cg."):
                 self._read(owner, Step(ATTRIBUTE, name), in_class)
             return in_class
-        self.of_class(type(owner), name, in_class)
         of_module = issubclass(type(owner), torch.nn.Module) and not name.startswith("_")
         if of_module or self.is_of_user(type(owner)):  # what is stored in the instance would precede it
             place = self.place(owner)
@@ -545,25 +546,17 @@ class HostReads:
         return plain(found)
 
     def of_class(self, cls: type, name: str, found: Any) -> None:
-        """Record what a user's class stores under a name."""
+        """Record what a user's class stores under a name; of what computes, the whole class tells."""
         definer = _definer(cls, name)
         of_interest = self.is_of_user(cls) or issubclass(cls, torch.nn.Module)
         own = self.is_of_user(definer) or (of_interest and not name.startswith("_"))
-        if not own or (issubclass(cls, enum.Enum) and type(found) not in _DEFINITIONS):  # a member stays
+        if not own or issubclass(cls, enum.Enum):  # a member stays
             return
         place, shown = self.root(cls, cls.__name__), f"{cls.__name__}.{name}"
         if found is missing:
             self._lacks(place, name)
         elif not computes(found):
             self.found(place, Step(ATTRIBUTE, name), found, shown)
-        elif self.is_new(place, Step(ATTRIBUTE, name)):
-            # Read from a class, a function is returned as it is; other descriptors compute what they return.
-            as_it_is = type(found) is FunctionType
-            step = Step(ATTRIBUTE, name) if as_it_is else Step(PART, functools.partial(stored_in_class, name))
-            self.compare(place, step, How.IDENTICAL, found, shown, defines=True)
-            for function in (getattr(found, "__func__", found), getattr(found, "fget", None)):
-                if type(function) in _KEEPS_ARGUMENTS or is_user_function(function):
-                    self.root(function, shown)
 
     def holds(self, owner: Any, ask: Any, value: Any) -> Any:
         """Record and return ``value``, the result of ``ask(owner)``, such as a weak reference's target."""
@@ -629,14 +622,13 @@ class HostReads:
         self.says_autocast = self.says_autocast or "autocast" in code.co_names
         held = frame.f_locals
         owner = first_argument(code, held)
-        if owner is not UNKNOWN:
-            self._method(owner, code)
-        place = self.known(function)
-        if place is not None:
-            self._defaults(place, code, held)
-        elif code.co_freevars:  # made by the step, or called by a library that received it before the step
-            place = self.root(function, code.co_name, outlives=False)
-        return {} if place is None else dict(self._cells_of(place))
+        if owner is not UNKNOWN and self.has_parts(owner):
+            self.shape_of(owner if issubclass(type(owner), type) else type(owner))
+        place = self.root(
+            function, code.co_name, outlives=False
+        )  # unless it is known, the step may have made it
+        self._defaults(place, code, held)
+        return dict(self._cells_of(place))
 
     def _cells_of(self, place: Place) -> Iterator[tuple[str, tuple[Place, Step]]]:
         """Yield each free variable of a function, and where its cell is found.
@@ -648,13 +640,6 @@ class HostReads:
             here = place, Step(CELL, number)
             first = self._cells.setdefault(id(cell), here)
             yield function.__code__.co_freevars[number], here if place.root.outlives else first
-
-    def _method(self, owner: Any, code: CodeType) -> None:
-        if issubclass(type(owner), torch.Tensor) or not self.has_parts(owner):
-            return
-        cls = owner if issubclass(type(owner), type) else type(owner)
-        for name in self._methods_of(cls).get(code, ()):
-            self.of_class(cls, name, in_classes(cls.__mro__, name))
 
     def _defaults(self, place: Place, code: CodeType, held: Mapping[str, Any]) -> None:
         numbered, named = place.value.__defaults__ or (), place.value.__kwdefaults__ or {}
@@ -788,26 +773,3 @@ def first_argument(code: CodeType, held: Mapping[str, Any]) -> Any:
         return held.get(code.co_varnames[0], UNKNOWN)
     given = held.get(code.co_varnames[code.co_kwonlyargcount], ()) if code.co_flags & _TAKES_ANY else ()
     return given[0] if type(given) is tuple and given else UNKNOWN
-
-
-def _names_of_methods(cls: type) -> Mapping[CodeType, list[str]]:
-    """Return by code the names under which a class or its bases keep it: as a method or in one, decorated or not."""
-    found: dict[CodeType, list[str]] = {}
-    for name in dict.fromkeys(name for one in cls.__mro__ for name in vars(one)):
-        stored = in_classes(cls.__mro__, name)
-        function = _kept(stored, "fget", None) or _kept(stored, "__func__", stored)
-        met: set[int] = set()
-        while type(function) is FunctionType and id(function) not in met:
-            met.add(id(function))
-            found.setdefault(function.__code__, []).append(name)
-            function = vars(function).get("__wrapped__")
-    return found
-
-
-def _kept(descriptor: object, name: str, default: object) -> Any:
-    """Return a function that a descriptor keeps, without its class's own ways to look attributes up."""
-    try:
-        kept = object.__getattribute__(descriptor, name)
-    except AttributeError:
-        return default
-    return kept if type(kept) is FunctionType else default

@@ -64,7 +64,9 @@ class HostWatch:
         read = [(entry, _read(entry)) for entry in self._entries]
         changed = [(entry, now) for entry, now in read if now is LOST or not entry.agrees(now)]
         rows = [(entry.name, *_sides(entry, now)) for entry, now in changed if not entry.defines]
-        redefined = dict.fromkeys(entry.name for entry, _ in changed if entry.defines)
+        redefined = dict.fromkeys(
+            name for entry, now in changed if entry.defines for name in _redefined(entry, now)
+        )
         return rows + [(name, DEFINED, Said("defined anew")) for name in redefined]
 
     def other_modes(self) -> list[tuple[str, object, object]]:
@@ -132,6 +134,13 @@ def _read(entry: Entry) -> object:
         return entry.read()
     except Exception:  # a user's object may raise anything; the value counts as gone
         return LOST
+
+
+def _redefined(entry: Entry, now: object) -> list[str]:
+    """Return the names of what was defined anew: of a class, each method and property."""
+    if entry.how is not How.SHAPE or now is LOST:
+        return [entry.name]
+    return [f"{entry.name}.{name}" for name in entry.old.changed(now)]
 
 
 def _sides(entry: Entry, now: object) -> tuple[object, object]:

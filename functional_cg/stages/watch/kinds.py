@@ -32,7 +32,6 @@ __all__ = [
     "is_user_function",
     "is_user_module",
     "plain",
-    "stored_in_class",
     "stores",
     "takes_arguments",
 ]
@@ -93,11 +92,6 @@ class Stored:
 
     def __call__(self, owner: Any) -> Any:
         return object.__getattribute__(owner, self.name)
-
-
-def stored_in_class(name: str, cls: type) -> Any:
-    """Return what a class or the first of its bases stores under a name, unbound."""
-    return in_classes(cls.__mro__, name)
 
 
 def definer_after(cls: type, name: str, of: type) -> type | None:

@@ -162,25 +162,36 @@ class Contents:
 
 
 class Shape:
-    """The bases of a class, and the names of its descriptors, such as methods and properties.
+    """The bases of a class, and what computes in it, such as methods and properties.
 
     Attributes:
       mro: Its method resolution order.
       count: How many names it defines.
+      names, called: The names of its descriptors, and these.
     """
 
-    __slots__ = ("_called", "count", "mro")
+    __slots__ = ("called", "count", "mro", "names")
 
     def __init__(self, cls: type) -> None:
-        self.mro, self.count, self._called = cls.__mro__, len(vars(cls)), _called_names(cls)
+        held = {name: value for name, value in vars(cls).items() if hasattr(type(value), "__get__")}
+        self.mro, self.count, self.names, self.called = (
+            cls.__mro__,
+            len(vars(cls)),
+            (*held,),
+            (*held.values(),),
+        )
 
     def is_of(self, cls: type) -> bool:
-        """Whether a class has the same bases, and descriptors under the same names."""
-        return self.mro == cls.__mro__ and self._called == _called_names(cls)
+        """Whether a class has the same bases, and the same descriptors under the same names."""
+        same = cls.__mro__ is self.mro and all(map(operator.is_, map(vars(cls).get, self.names), self.called))
+        return (same and len(vars(cls)) == self.count) or not self.changed(cls)
 
-
-def _called_names(cls: type) -> frozenset[str]:
-    return frozenset(name for name, value in vars(cls).items() if hasattr(type(value), "__get__"))
+    def changed(self, cls: type) -> list[str]:
+        """Return the names of its descriptors that a class has not, or others, with the first one's of other bases."""
+        old, new = dict(zip(self.names, self.called, strict=True)), Shape(cls)
+        now = dict(zip(new.names, new.called, strict=True))
+        found = [name for name in {**old, **now} if old.get(name) is not now.get(name)]
+        return found if self.mro == new.mro else ["__bases__", *found]
 
 
 def _reader(container: Any) -> Callable[[Any], Iterable[Any]]:
