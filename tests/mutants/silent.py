@@ -455,7 +455,7 @@ SILENT = (
         ),
         (
             "tests/test_autodiff.py::test_whole_numbers_are_refused_and_the_advice_works[count-1]",
-            "tests/test_nn.py::test_batch_norm_trains_in_microbatches_as_in_torchs_own_loop[0.1]",
+            "tests/test_nn.py::test_batch_norm_trains_in_microbatches_as_in_torchs_own_loop",
         ),
         no_gpu="told from the trace",
     ),

@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, cast
 
 from ...pytree.sameness import same
 from .evaluation import CODES, depths_of, instructions_of
@@ -56,11 +56,9 @@ class Step:
 
     def read(self, owner: Any) -> Any:
         """Return the current value. Raises what reading it raises."""
-        if self.way is ATTRIBUTE:
-            return getattr(owner, self.key)
-        if self.way is ITEM:
-            return owner[self.key]
-        return owner.__closure__[self.key].cell_contents if self.way is CELL else self.key(owner)
+        return eval(
+            self.way.format(owner="owner", key="key", name=self.key), {"owner": owner, "key": self.key}
+        )
 
     def shown(self, owner: str) -> str:
         """Return the expression as the user writes it."""
@@ -91,11 +89,7 @@ class Place:
     def read(self) -> Any:
         """Return the object that is there now. Raises what reading it raises."""
         root, *places = self.way()
-        found = root.value
-        for place in places:
-            assert place.step is not None
-            found = place.step.read(found)
-        return found
+        return functools.reduce(lambda found, one: cast("Step", one.step).read(found), places, root.value)
 
     def way(self) -> list[Place]:
         """Return the places that lead here, from the root; there may be thousands, so no recursion."""
