@@ -268,7 +268,7 @@ HAZARDS = (
          "inputs::test_numbers_and_numpy_are_live_and_never_freeze", "layouts::test_input_of_another_structure"),
     _row(20, 1, "N5", "the structure of a batch changes",
          "refused: LayoutError with each key path; for the order of keys see H202",
-         "inputs::test_every_difference_of_structure_is_seen",
+         "inputs::test_another_layout_is_refused_by_name_and_the_same_one_is_live",
          "inputs::test_the_order_of_keys_is_told_apart_from_a_layout"),
     _row(21, 1, "N12", "a pinned host buffer is overwritten before the replay has read it",
          "impossible: host leaves are staged in slots of the step",
