@@ -174,6 +174,14 @@ model = Model()
 step: model(x)
 change: model.width = 5
 
+# what a collection reports to
+counts = [0]
+def report(phase, info): counts[0] += 1
+gc.callbacks.append(report)
+step:
+    gc.collect()
+    return x * 2.0
+
 # what the step makes, though the collector runs in between
 def flags(): yield from (number == 2 for number in range(10))
 step:
@@ -363,13 +371,6 @@ step:
     held[time.perf_counter()] = 1
     return x * (5.0 if len(held) > 2 else 2.0)
 refused: SideEffectError: changes a value of the host while it runs.*len\(held\)  before 2   after 3
-
-# what a collection reports to
-counts = [0]
-def report(phase, info): counts[0] += 1
-gc.callbacks.append(report)
-step: (gc.collect(), x * 2.0)[1]
-refused: SideEffectError: changes a value of the host.*counts
 
 # a mode of torch
 step: (torch.set_default_dtype(torch.float64), x * 2)[1]

@@ -6,12 +6,13 @@ function; it replaces a debugger's, which still sees the other run of the trace.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import takewhile
 from types import CodeType, FrameType
 from typing import Any
@@ -84,7 +85,7 @@ class Follower:
                 fix="use CPython 3.11 to 3.14, not a free-threaded or a debug build.",
             )
         # Garbage collection may run frames that are not the step's, such as that of a dying generator.
-        with no_garbage_collection():
+        with no_garbage_collection(), self._callbacks_aside():
             try:
                 with _traced(self) if sys.version_info < (3, 12) else _monitored(self):
                     yield
@@ -95,16 +96,42 @@ class Follower:
 
     def aside(self, act: Callable[..., Any], *args: Any) -> Any:
         """Call a function without following its frames: a library's, or a signal handler."""
+        with self._suspended():
+            return act(*args)
+
+    @contextmanager
+    def _suspended(self) -> Iterator[None]:
         tracer, away = sys.gettrace(), self.away
         self.away = True
         if isinstance(tracer, _Tracer):  # it would slow down each frame
             sys.settrace(None)
         try:
-            return act(*args)
+            yield
         finally:
             self.away = away
             if isinstance(tracer, _Tracer):
                 sys.settrace(tracer)
+
+    @contextmanager
+    def _callbacks_aside(self) -> Iterator[None]:
+        """Do not follow what a collection reports to, if the step starts one: a profiler, a test runner."""
+        thread, suspended = threading.get_ident(), ExitStack()
+
+        def first(phase: str, info: object) -> None:
+            if threading.get_ident() == thread:
+                suspended.enter_context(self._suspended())
+
+        def last(phase: str, info: object) -> None:
+            if threading.get_ident() == thread:
+                suspended.close()
+
+        gc.callbacks.insert(0, first)
+        gc.callbacks.append(last)
+        try:
+            yield
+        finally:
+            gc.callbacks.remove(first)
+            gc.callbacks.remove(last)
 
     @contextmanager
     def copying(self) -> Iterator[None]:
