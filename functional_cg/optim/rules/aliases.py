@@ -87,7 +87,7 @@ class Fused(Alias):
 
     def _step(self, grads: Updates, state: OptState, params: Params) -> tuple[Params, OptState]:
         lr, last = scale_by_learning_rate(self.learning_rate).rate(state[-1])
-        moments, rest = (state[0], state[1:-1]) if len(state) > 1 else (None, ())
+        moments = next((kept for kept in state[:-1] if kept), None)  # of the only link that has a state
         kept = {} if moments is None else moments._asdict()
         count = kept.pop("count") + 1 if "count" in kept else None
         numbers = {key: getattr(self, name) for name, key in self.names.items()}
@@ -112,6 +112,7 @@ class Fused(Alias):
         flags = resolve_flags(getattr(self, "mask", None), params)
         new, *values = _fused.run_on_trees(call, [params, grads, *kept.values()], flags)
         if moments is None:
-            return new, (last,)
+            return new, (*state[:-1], last)
         counted = {} if count is None else {"count": count}
-        return new, (moments._replace(**dict(zip(kept, values, strict=True)), **counted), *rest, last)
+        moved = moments._replace(**dict(zip(kept, values, strict=True)), **counted)
+        return new, (*(moved if one is moments else one for one in state[:-1]), last)
