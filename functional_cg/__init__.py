@@ -125,4 +125,5 @@ __version__ = "0.2.0"
 
 
 if not _typing.TYPE_CHECKING:  # a type checker would let any name pass
+    del globals()["checkpoint"]  # a room, which `fcg.checkpoint(folder)` would call
     __getattr__ = _missing(__name__)

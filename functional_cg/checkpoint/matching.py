@@ -142,17 +142,14 @@ def _routes(part: Part, slots: Collection[str], function: str) -> _Routes:
 
 def _ends(name: str, routes: _Routes) -> list[str | None]:
     """Return what a name is called on the other side, by the routes of its longest beginning."""
-    ways = [(len(start), end, _rest(name, start)) for start, end in routes if _below([name], start)]
-    most = max((length for length, _, _ in ways), default=0)
+    ways = [(start, end) for start, end in routes if _below([name], start)]
+    most = max((len(start) for start, _ in ways), default=0)
+    rest = name[most + 1 :] if most else name
     return [
         None if end is None else ".".join(filter(None, (end, rest)))
-        for length, end, rest in ways
-        if length == most
+        for start, end in ways
+        if len(start) == most
     ]
-
-
-def _rest(name: str, start: str) -> str:
-    return name[len(start) + 1 :] if start else name
 
 
 def _below(names: Collection[Any], start: str) -> bool:

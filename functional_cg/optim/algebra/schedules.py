@@ -43,7 +43,7 @@ class Schedule(Called):
 
 
 class _Checked(Schedule):
-    """A schedule of this package: its arguments are numbers, and lengths and rates of decay are positive."""
+    """A schedule of this package: its arguments are numbers, and lengths, powers and rates of decay are positive."""
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -53,7 +53,7 @@ class _Checked(Schedule):
             if one.name not in _OTHERS and not (getattr(self, one.name) is None and one.default is None)
         }
         are_numbers(name, **numbers)
-        for key in numbers.keys() & {"transition_steps", "decay_steps", "decay_rate"}:
+        for key in numbers.keys() & {"transition_steps", "decay_steps", "decay_rate", "power"}:
             require(numbers[key] > 0, f"{name}: {key} must be positive, got {numbers[key]}")
 
 
@@ -126,10 +126,6 @@ class polynomial(_Checked):
     power: float
     transition_steps: int
     transition_begin: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.power > 0, f"polynomial: power must be positive, got {self.power}")
 
     def value(self, t: Any) -> Any:
         left = 1 - ((t - self.transition_begin) / self.transition_steps).clamp(0.0, 1.0)
