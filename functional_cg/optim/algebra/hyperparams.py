@@ -228,7 +228,7 @@ def learning_rate(state: Any) -> Tensor:
         f"learning_rate: the optimizer has {len(found)} learning rates: {state.optimizer!r}.\n"
         "To fix: `schedule(state.step)`, of the schedule that you mean.",
     )
-    return found[0] + torch.zeros((), dtype=torch.float64, device=device_of(state.params))  # type: ignore[no-any-return]
+    return found[0] + torch.zeros((), dtype=torch.float64, device=device_of(state.params))
 
 
 def _not_injected(name: str, found: list[str]) -> str:
