@@ -223,7 +223,16 @@ def test_both_sides_are_listed(tmp_path: Path) -> None:
         fcg.load(path, {"layers": {"w": torch.zeros(2)}, "same": torch.zeros(1)})
 
 
-@pytest.mark.parametrize("part", [3, [3], {"params"}])
+def test_another_dtype_needs_a_word(tmp_path: Path) -> None:
+    fcg.save(tmp_path / "w", {"w": torch.ones(2)})
+    for dtype in (torch.bfloat16, torch.float64):
+        with pytest.raises(LayoutError, match="`cast=True` fits them"):
+            fcg.load(tmp_path / "w", {"w": torch.zeros(2, dtype=dtype)})
+    with pytest.raises(LayoutError, match=r"expected i64\[2\]   got f32\[2\]"):
+        fcg.load(tmp_path / "w", {"w": torch.zeros(2, dtype=torch.int64)}, cast=True)
+
+
+@pytest.mark.parametrize("part", [3, [3], {"params"}, [], {}, {"params": None}])
 def test_a_part_is_names(run: Any, part: Any) -> None:
     with pytest.raises(TypeError, match=r"part must be names, got .*\n.*part=\"params\""):
         fcg.load(run[0], a_run(), part=part)

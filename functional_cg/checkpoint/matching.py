@@ -129,15 +129,20 @@ def _routes(part: Part, slots: Collection[str], function: str) -> _Routes:
     """Return pairs: how names of leaves begin, and how those of their values begin instead; None for no value."""
     if part is None:
         return [("", "")]
-    if isinstance(part, Mapping):
-        return list(part.items())
     names = [part] if isinstance(part, str) else part
-    if not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
+    routes: list[tuple[str, str | None]] = []
+    if isinstance(names, Mapping):
+        routes = list(names.items())
+    elif isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+        routes = [(name if _below(slots, name) else "", name) for name in names]
+    if all(
+        source is None for _, source in routes
+    ):  # there may be none: it would load nothing, without a word
         raise TypeError(
             f"{function}: part must be names, got {part!r}.\n"
-            'To fix: `part="params"`, `part=["params", "buffers"]`, or `part={"params": "ema"}`.'
+            'To fix: `part="params"`, `part=["params", "buffers"]`, or `part={"params": "ema", "params.head": None}`.'
         )
-    return [(name if _below(slots, name) else "", name) for name in names]
+    return routes
 
 
 def _ends(name: str, routes: _Routes) -> list[str | None]:
