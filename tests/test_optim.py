@@ -1094,3 +1094,24 @@ def test_a_state_wants_an_optimizer_with_a_learning_rate(optimizer: Any) -> None
 @pytest.mark.parametrize("optimizer", _DOWNHILL, ids=lambda tx: repr(tx)[:60].partition(" object")[0])
 def test_what_may_have_a_learning_rate_is_taken(optimizer: Any) -> None:
     fcg.TrainState.create(params={"w": torch.ones(2), "b": torch.ones(1)}, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optim.sgd(0.1, 0.9, weight_decay=0.1),
+        optim.sgd(0.1, weight_decay=0.1),
+        optim.adamw(0.1, weight_decay=0.1),
+        optim.ema(optim.adam(SCHEDULE), 0.5),
+    ],
+    ids=repr,
+)
+def test_a_state_outside_of_a_step_is_updated_as_in_one(tx: optim.GradientTransformation) -> None:
+    alone, stepped = (fcg.TrainState.create(params={"w": torch.ones(2)}, optimizer=tx) for _ in range(2))
+    step = fcg.graph_step(lambda state, x: (state.apply_gradients({"w": x}), {}))
+    for i in range(3):
+        alone = alone.apply_gradients({"w": torch.full((2,), i + 1.0)})
+        stepped, _ = step(stepped, torch.full((2,), i + 1.0))
+    ends = fcg.state_dict(alone), fcg.state_dict(stepped)
+    assert ends[0].keys() == ends[1].keys()
+    assert all(leaf.equal(ends[1][name]) for name, leaf in ends[0].items())
