@@ -20,7 +20,7 @@ States:
   fork              copy a state into an independent one
   snapshot          copy a state to ordinary tensors
   sleep, wake       send a state's memory on the device away between phases; bring it back at the same addresses
-  save, load        write a state to a safetensors file; read such a file into a state
+  save, load        write a state to a safetensors file; read a file or folder, or a part of it, into a state or module
   state_dict        copy a state to the host, under dotted names
   load_state_dict   write such a dict into a state
   checkpoints, Checkpoints   a folder of complete checkpoints, sharded, written beside the training
@@ -125,4 +125,5 @@ __version__ = "0.2.0"
 
 
 if not _typing.TYPE_CHECKING:  # a type checker would let any name pass
+    del globals()["checkpoint"]  # a room, which `fcg.checkpoint(folder)` would call
     __getattr__ = _missing(__name__)

@@ -28,19 +28,28 @@ _HERE = _table("""
     SGD | `fcg.optim.sgd(0.1)`
     RMSprop | `fcg.optim.rmsprop(1e-3)`
     LBFGS ASGD Rprop SparseAdam | `fcg.optim.from_torch(torch.optim.NAME, ...)`, if it is a pure function at heart
-    CosineAnnealingLR CosineAnnealingWarmRestarts cosine_decay_schedule | `fcg.optim.cosine(1e-3, decay_steps=1000)`, in place of the learning rate
-    OneCycleLR warmup_cosine_decay_schedule cosine_onecycle_schedule get_cosine_schedule_with_warmup | `fcg.optim.warmup_cosine(1e-3, warmup_steps=100, decay_steps=1000)`, in place of the learning rate
-    LinearLR linear_schedule polynomial_schedule PolynomialLR get_linear_schedule_with_warmup | `fcg.optim.linear(1e-3, 0.0, transition_steps=1000)`, in place of the learning rate
+    CosineAnnealingLR cosine_decay cosine_annealing cosine_schedule cosine_decay_schedule | `fcg.optim.cosine(1e-3, decay_steps=1000)`, in place of the learning rate
+    CosineAnnealingWarmRestarts sgdr sgdr_schedule | `fcg.optim.cosine_restarts(1e-3, decay_steps=1000, cycles=4)`, in place of the learning rate
+    OneCycleLR cosine_onecycle_schedule | `fcg.optim.one_cycle(1e-3, transition_steps=1000)`, in place of the learning rate
+    warmup warmup_cosine_decay_schedule get_cosine_schedule_with_warmup | `fcg.optim.warmup_cosine(1e-3, warmup_steps=100, decay_steps=1000)`, in place of the learning rate
+    LinearLR linear_schedule | `fcg.optim.linear(1e-3, 0.0, transition_steps=1000)`, in place of the learning rate
+    polynomial_schedule PolynomialLR | `fcg.optim.polynomial(1e-3, 0.0, power=2.0, transition_steps=1000)`, in place of the learning rate
+    SequentialLR ChainedScheduler warmup_linear get_linear_schedule_with_warmup | `fcg.optim.join_schedules([fcg.optim.linear(0.0, 1e-3, 100), fcg.optim.linear(1e-3, 0.0, 900)], [100])`, in place of the learning rate
+    warmup_constant_schedule get_constant_schedule_with_warmup | `fcg.optim.linear(0.0, 1e-3, transition_steps=100)`, in place of the learning rate
     ExponentialLR exponential_decay | `fcg.optim.exponential(1e-3, transition_steps=100, decay_rate=0.9)`, in place of the learning rate
+    warmup_exponential_decay_schedule | `fcg.optim.warmup_exponential(1e-3, warmup_steps=100, transition_steps=100, decay_rate=0.9)`, in place of the learning rate
     StepLR MultiStepLR piecewise_constant_schedule | `fcg.optim.piecewise_constant(1e-3, {1000: 0.1})`, in place of the learning rate
     ConstantLR constant_schedule | `fcg.optim.constant(1e-3)`, or the number itself
-    LambdaLR lr_scheduler ReduceLROnPlateau | a schedule, such as `fcg.optim.linear(1e-3, 0.0, 1000)`, or a function of the count, `fcg.optim.sgd(lambda count: 0.1 / (1 + count))`; to change the rate from the loop, `fcg.optim.set_hyperparams`
+    LambdaLR lr_scheduler scheduler | a schedule, such as `fcg.optim.linear(1e-3, 0.0, 1000)`, or a function of the count, `fcg.optim.sgd(lambda count: 0.1 / (1 + count))`; to change the rate from the loop, `fcg.optim.set_hyperparams`
+    ReduceLROnPlateau reduce_on_plateau | `plateau=fcg.optim.ReduceOnPlateau.create(patience=10)`, a field of the state, and `state.plateau.adjusted(loss)` in the step
+    get_last_lr current_lr lr | `fcg.optim.learning_rate(state)`
+    ema EMA ExponentialMovingAverage params_ema update_ema incremental_update AveragedModel swa | `fcg.optim.ema(optimizer, 0.999)`, whose average is `state.opt_state.ema`
     clip_grad_norm_ clip_grad_norm | `fcg.optim.chain(fcg.optim.clip_by_global_norm(1.0), optimizer)`
     clip_grad_value_ clip | `fcg.optim.chain(fcg.optim.clip_by_value(1.0), optimizer)`
     multi_transform | `fcg.optim.partition({"decay": ..., "rest": ...}, labels)`
     additive_weight_decay | `fcg.optim.add_decayed_weights(0.01)`
-    MultiSteps | `fcg.microbatches(4)(fcg.value_and_grad(loss_fn))`, or `TrainState.create(..., accumulate=True)`
-    apply_if_finite | `fcg.cond(norm.isfinite(), lambda: state.apply_gradients(grads), lambda: state)`
+    MultiSteps accumulate accumulate_gradients gradient_accumulation | `fcg.microbatches(4)(fcg.value_and_grad(loss_fn))` in a step; over several calls, `fcg.TrainState.create(..., accumulate=True)` and `state.grads`
+    apply_if_finite skip_not_finite | `finite = fcg.optim.global_norm(grads).isfinite()`, and `fcg.cond(finite, lambda: state.apply_gradients(grads), lambda: state)`
     Optimizer | `fcg.optim.GradientTransformation`, or `fcg.optim.from_torch(cls, ...)`
     PRNGKey seed manual_seed Generator | `fcg.random.key(0)`
     rand rand_like random random_sample | `fcg.random.uniform(key, shape)`
@@ -52,7 +61,7 @@ _HERE = _table("""
     grad_and_value | `loss, grads = fcg.value_and_grad(loss_fn)(params)`, value first
     backward | `loss, grads = fcg.value_and_grad(loss_fn)(state.params)`
     vmap jacrev jacfwd hessian | `torch.func.NAME`
-    checkpoint | `fcg.remat(layer)`
+    checkpoint | `fcg.checkpoints(folder)` saves a run; `fcg.remat(layer)` recomputes in the backward pass
     while_loop fori_loop for_loop | `fcg.scan(lambda carry, x: (carry, y), init, xs)`, of fixed length
     stop_gradient no_grad | `x.detach()`
     functional_call make_functional functionalize init apply | `apply, params, buffers = fcg.from_module(model)`
@@ -73,8 +82,11 @@ _HERE = _table("""
     ensemble stack_module_state | `fcg.sweep(train_step)`, a step of many models at once
     print | `fcg.debug_print("loss {}", loss)`
     testing report bench examples | `import functional_cg.NAME`
-    save_checkpoint | `fcg.save(path, state)`
-    restore_checkpoint load_checkpoint | `state = fcg.load(path, state)`
+    CheckpointManager Checkpointer checkpointer | `saved = fcg.checkpoints(folder, keep=3)`, then `saved.save(state)`
+    save_checkpoint save_file save_safetensors | `fcg.save(path, state)`
+    save_pretrained | `fcg.save("folder/model.safetensors", state.params, shard_bytes=5_000_000_000)`
+    load_params load_file load_safetensors from_pretrained | `params = fcg.load(path, params)`, from a file or a folder; from a run, `params = fcg.load(path, params, part="params")`
+    restore restore_checkpoint load_checkpoint | `state = fcg.load(path, state)`
 """)  # noqa: E501
 
 

@@ -27,7 +27,7 @@ from . import tree as pytree
 from .ambient.modes import ordinary, without_gradients
 from .ambient.setting import inside_a_step
 from .call.inputs import as_input
-from .checkpoint.state_dicts import type_of
+from .checkpoint.matching import type_of
 from .concurrency.turns import at_one_time
 from .errors import CaptureError, LayoutError
 from .graph_step import GraphStep

@@ -569,6 +569,29 @@ def test_number_of_slices_is_a_positive_int(k: Any) -> None:
         fcg.microbatches(k)
 
 
+@given(mask=st.lists(st.booleans(), min_size=8, max_size=8).filter(any), k=st.sampled_from([1, 2, 4]))
+def test_a_sum_over_tokens_is_that_of_one_batch(mask: list[bool], k: int) -> None:
+    batch = torch.arange(16.0).view(8, 2), torch.tensor(mask)
+
+    def loss(w: Tensor, batch: Any) -> Any:
+        return ((batch[0] * w).square().sum(1) * batch[1]).sum(), {"tokens": batch[1].sum()}
+
+    (total, aux), grad = fcg.microbatches(k, reduce="sum")(fcg.value_and_grad(loss, has_aux=True))(
+        torch.ones(2), batch
+    )
+    chosen = batch[0][batch[1]]
+    assert aux["tokens"] == len(chosen)
+    assert torch.equal(total / aux["tokens"], chosen.square().sum(1).mean())
+    assert torch.equal(grad / aux["tokens"], 2 * chosen.square().mean(0))
+
+
+def test_results_are_averaged_or_summed() -> None:
+    with pytest.raises(
+        ValueError, match=r"reduce must be 'mean' or 'sum', got 'tokens'\.\nTo fix: .*`reduce=\"sum\"`"
+    ):
+        fcg.microbatches(2, reduce="tokens")  # type: ignore[arg-type]
+
+
 def test_microbatches_in_a_captured_step_equal_eager() -> None:
     def step(state: Any, batch: Tensor) -> Any:
         def loss(p: dict[str, Tensor], x: Tensor, *, key: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import pickle
 import re
 import typing
@@ -41,6 +42,7 @@ TRANSFORMATIONS = [
     optim.scale_by_yogi(),
     optim.add_decayed_weights(0.1, mask=DECAY),
     optim.clip_by_global_norm(0.5),
+    optim.clip_by_global_norm(0.5, math.inf),
     optim.clip_by_value(0.5),
     optim.clip_by_norm(0.5),
     optim.clip_by_rms(0.5),
@@ -64,6 +66,9 @@ OPTIMIZERS = [
     optim.sgd(0.1),
     optim.sgd(SCHEDULE, momentum=0.9),
     optim.sgd(0.1, momentum=0.9, nesterov=True),
+    optim.sgd(SCHEDULE, weight_decay=0.2),
+    optim.sgd(0.1, momentum=0.9, weight_decay=0.2, mask=DECAY),
+    optim.inject_hyperparams(optim.sgd)(learning_rate=0.1, momentum=0.5, weight_decay=0.2),
     optim.adam(0.1),
     optim.adam(SCHEDULE),
     optim.adamw(0.1, weight_decay=0.1),
@@ -87,6 +92,8 @@ OPTIMIZERS = [
     optim.radam(0.1),
     optim.rmsprop(0.1, momentum=0.9),
     optim.lookahead(optim.adamw(0.1, weight_decay=0.1), sync_period=3),
+    optim.ema(optim.adamw(0.1, weight_decay=0.1), 0.9),
+    optim.inject_hyperparams(optim.ema)(inner=optim.sgd(0.1), decay=0.5),
     optim.schedule_free(optim.sgd(SCHEDULE), SCHEDULE),
     optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(SCHEDULE, weight_decay=0.1, mask=DECAY)),
     optim.chain(optim.add_decayed_weights(0.1), optim.chain(optim.sgd(0.1))),
@@ -171,7 +178,7 @@ def test_transformations_are_values(tx: optim.GradientTransformation) -> None:
 
 @pytest.mark.parametrize("tx", EVERY, ids=repr)
 def test_repr_is_the_call_that_makes_it(tx: optim.GradientTransformation) -> None:
-    assert eval(repr(tx), {**vars(optim), "optim": optim, "torch": torch}) == tx
+    assert eval(repr(tx), {**vars(optim), "optim": optim, "torch": torch, "inf": math.inf}) == tx
 
 
 def test_a_mask_is_copied_and_its_writing_order_does_not_matter() -> None:
@@ -185,7 +192,7 @@ def test_a_mask_is_copied_and_its_writing_order_does_not_matter() -> None:
 def test_repr_shows_every_number() -> None:
     tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1, weight_decay=0.5))
     assert repr(tx) == (
-        "chain(clip_by_global_norm(max_norm=1.0), "
+        "chain(clip_by_global_norm(max_norm=1.0, order=2), "
         "adamw(learning_rate=0.1, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.5, mask=None))"
     )
 
@@ -780,17 +787,14 @@ def test_names_of_torch_are_translated(factory: Any) -> None:
         assert isinstance(make(learning_rate=0.1, **rest), optim.GradientTransformation)
 
 
-DECAYED = optim.chain(optim.add_decayed_weights(0.1), optim.sgd(0.1, momentum=0.9))
-
-
 @pytest.mark.parametrize(
     ("make", "advised", "as_advised", "torchs"),
     [
         (
-            lambda: optim.sgd(0.1, momentum=0.9, weight_decay=0.1),  # type: ignore[call-arg]
-            "`fcg.optim.chain(fcg.optim.add_decayed_weights(...), fcg.optim.sgd(...))` in place of `weight_decay`",
-            DECAYED,
-            partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+            lambda: optim.adam(0.1, weight_decay=0.1),  # type: ignore[call-arg]
+            "`fcg.optim.chain(fcg.optim.add_decayed_weights(...), fcg.optim.adam(...))` in place of `weight_decay`",
+            optim.chain(optim.add_decayed_weights(0.1), optim.adam(0.1)),
+            partial(torch.optim.Adam, lr=0.1, weight_decay=0.1),
         ),
         (
             lambda: optim.sgd(0.1, momentum=0.9, dampening=0.5),  # type: ignore[call-arg]
@@ -1090,3 +1094,24 @@ def test_a_state_wants_an_optimizer_with_a_learning_rate(optimizer: Any) -> None
 @pytest.mark.parametrize("optimizer", _DOWNHILL, ids=lambda tx: repr(tx)[:60].partition(" object")[0])
 def test_what_may_have_a_learning_rate_is_taken(optimizer: Any) -> None:
     fcg.TrainState.create(params={"w": torch.ones(2), "b": torch.ones(1)}, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optim.sgd(0.1, 0.9, weight_decay=0.1),
+        optim.sgd(0.1, weight_decay=0.1),
+        optim.adamw(0.1, weight_decay=0.1),
+        optim.ema(optim.adam(SCHEDULE), 0.5),
+    ],
+    ids=repr,
+)
+def test_a_state_outside_of_a_step_is_updated_as_in_one(tx: optim.GradientTransformation) -> None:
+    alone, stepped = (fcg.TrainState.create(params={"w": torch.ones(2)}, optimizer=tx) for _ in range(2))
+    step = fcg.graph_step(lambda state, x: (state.apply_gradients({"w": x}), {}))
+    for i in range(3):
+        alone = alone.apply_gradients({"w": torch.full((2,), i + 1.0)})
+        stepped, _ = step(stepped, torch.full((2,), i + 1.0))
+    ends = fcg.state_dict(alone), fcg.state_dict(stepped)
+    assert ends[0].keys() == ends[1].keys()
+    assert all(leaf.equal(ends[1][name]) for name, leaf in ends[0].items())

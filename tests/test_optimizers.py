@@ -202,6 +202,35 @@ def test_a_judge_finds_a_planted_bug(wrong: optim.GradientTransformation, case: 
             assert_near(got, expected, params, case.tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_an_average_is_that_of_torch(dtype: torch.dtype) -> None:
+    params, steps = problem(dtype=dtype)
+    leaves = torch.nn.ParameterList([leaf.clone() for leaf in params])
+    judge = torch.optim.swa_utils.AveragedModel(
+        leaves, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+    judge.update_parameters(leaves)  # the first time, it copies
+    inner = optim.sgd(RATE, 0.9)
+    tx, alone = optim.ema(inner, 0.9), inner.init(params)
+    state, now, expected = (
+        tx.init(params),
+        params,
+        [leaf.to(torch.promote_types(dtype, torch.float32)) for leaf in params],
+    )
+    for grads in steps:
+        params, alone = inner.step(grads, alone, params)  # type: ignore[misc]
+        now, state = tx.step(grads, state, now)
+        assert all(torch.equal(x, y) for x, y in zip(now, params, strict=True))
+        for leaf, new in zip(leaves, now, strict=True):
+            leaf.data = new
+        judge.update_parameters(leaves)
+        expected = [old.lerp(new.to(old.dtype), 0.1) for old, new in zip(expected, now, strict=True)]
+    for x, y, theirs in zip(state.ema, expected, judge.module, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
+        if dtype is torch.float64:
+            torch.testing.assert_close(x, theirs.detach(), rtol=1e-12, atol=1e-12)
+
+
 def test_lookahead_is_the_judges_from_its_second_step_on() -> None:
     """``torch_optimizer.Lookahead`` takes its slow parameters after the first step."""
     params, steps = problem()
@@ -389,6 +418,7 @@ CAPTURED = [
     optim.muon(SCHEDULE, weight_decay=0.1),
     optim.lion(SCHEDULE, weight_decay=0.1),
     optim.lookahead(optim.adamw(SCHEDULE, weight_decay=0.1), sync_period=3),
+    optim.ema(optim.adam(SCHEDULE), 0.9),
     optim.schedule_free(optim.sgd(SCHEDULE), SCHEDULE),
     optim.stochastic_rounding(optim.adamw(SCHEDULE, weight_decay=0.1), key=3),
     optim.chain(optim.clip_by_value(0.5), optim.adam(RATE)),
@@ -521,7 +551,7 @@ NEW = (
     "scale_by_amsgrad scale_by_adamax scale_by_nadam scale_by_radam scale_by_belief amsgrad adamax nadam radam "
     "adabelief scale_by_rms rmsprop scale_by_adadelta adadelta scale_by_lion lion scale_by_lars lars "
     "scale_by_novograd novograd scale_by_factored_rms adafactor clip_by_rms scale_by_param_rms scale_by_muon muon "
-    "clip_by_value clip_by_norm adaptive_clip centralize add_noise freeze lookahead schedule_free "
+    "clip_by_value clip_by_norm adaptive_clip centralize add_noise freeze lookahead ema schedule_free "
     "stochastic_rounding"
 ).split()
 
@@ -545,7 +575,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     **{name: {"learning_rate": 0.1} for name in ("amsgrad", "adamax", "nadam", "radam", "adabelief")},
     **{name: {"learning_rate": 0.1} for name in ("rmsprop", "novograd")},
     **{name: {"learning_rate": 0.1, "weight_decay": 0.1} for name in ("lion", "lars", "muon")},
-    **{name: {"inner": optim.sgd(0.1)} for name in ("lookahead", "schedule_free")},
+    **{name: {"inner": optim.sgd(0.1)} for name in ("lookahead", "ema", "schedule_free")},
     "scale_by_lars": {"weight_decay": 0.1}, "clip_by_rms": {"threshold": 1.0}, "clip_by_value": {"max_delta": 1.0},
     "clip_by_norm": {"max_norm": 1.0}, "adaptive_clip": {"clipping": 0.1}, "freeze": {"mask": True},
     "add_noise": {"eta": 1.0, "gamma": 0.55, "key": 0}, "stochastic_rounding": {"inner": optim.sgd(0.1), "key": 0},

@@ -131,6 +131,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
         {"a": optim.adam(0.1), "b": optim.lion(0.1, weight_decay=0.0)}, {"in": "a", "out": "b", "scale": "b"}
     ),
     "lookahead": lambda: optim.lookahead(optim.adam(0.1), sync_period=2),
+    "average": lambda: optim.ema(optim.adam(0.1), 0.5),
     "schedule-free": lambda: optim.schedule_free(optim.sgd(0.1)),
     "flat": lambda: optim.flatten(optim.adam(0.1)),
     "rounded": lambda: optim.stochastic_rounding(optim.adam(0.1), key=0),

@@ -31,6 +31,11 @@ SCHEDULES = [
     optim.exponential(0.5, 10, 0.3, staircase=True),
     optim.exponential(0.5, 10, 0.3, end_value=0.1),
     optim.exponential(0.5, 10, 1.3, end_value=0.8),
+    optim.polynomial(0.5, 0.1, 2.5, 20, transition_begin=5),
+    optim.one_cycle(0.5, 20),
+    optim.warmup_exponential(0.5, 5, 10, 0.3),
+    optim.cosine_restarts(0.5, 10, 3, warmup_steps=2, length_factor=1.5, peak_factor=0.5),
+    optim.join_schedules([optim.linear(0.0, 1.0, 3), optim.constant(0.2), optim.cosine(0.2, 5)], [3, 6]),
 ]
 
 values = st.floats(min_value=0.0, max_value=10.0, allow_subnormal=False)
@@ -239,3 +244,148 @@ def test_a_captured_step_evaluates_a_scheduled_decay() -> None:
         judge.param_groups[0]["weight_decay"] = SLOPE(i)
         judge.step()
     torch.testing.assert_close(fcg.snapshot(state.params)["w"], judged.detach(), rtol=1e-12, atol=1e-12)
+
+
+# -- optax, over generated arguments --------------------------------------------------------------------------------
+
+rates = st.floats(min_value=0.01, max_value=2.0)
+short = st.integers(min_value=1, max_value=200)
+cycles = st.lists(st.tuples(rates, st.integers(3, 60)), min_size=1, max_size=4)
+
+
+@st.composite
+def pairs_of_ours_and_optax(draw: Any) -> tuple[optim.Schedule, Any]:
+    optax = pytest.importorskip("optax")
+    a, b, n, m, x = draw(rates), draw(rates), draw(short), draw(short), draw(st.floats(0.1, 3.0))
+    kind = draw(
+        st.sampled_from(
+            "linear polynomial cosine warmup exponential warmup_exponential cycle sgdr join".split()
+        )
+    )
+    if kind == "linear":
+        return optim.linear(a, b, n, m), optax.linear_schedule(a, b, n, m)
+    if kind == "polynomial":
+        return optim.polynomial(a, b, x, n, m), optax.polynomial_schedule(a, b, x, n, m)
+    if kind == "cosine":
+        return optim.cosine(a, n, b), optax.cosine_decay_schedule(a, n, b / a)
+    if kind == "warmup":
+        return optim.warmup_cosine(a, n, n + m, b), optax.warmup_cosine_decay_schedule(0.0, a, n, n + m, b)
+    if kind == "exponential":
+        return optim.exponential(a, n, x, True), optax.exponential_decay(a, n, x, staircase=True)
+    if kind == "warmup_exponential":
+        ours = optim.warmup_exponential(a, n, m, x, init_value=b)
+        return ours, optax.warmup_exponential_decay_schedule(b, a, n, m, x)
+    if kind == "cycle":
+        share = draw(st.sampled_from([0.25, 0.5]))
+        ours = optim.one_cycle(a, n + 8, pct_start=share, div_factor=4, final_div_factor=50)
+        return ours, optax.cosine_onecycle_schedule(n + 8, a, share, 4, 50)
+    if kind == "sgdr":
+        count, factor = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2]))
+        ours = optim.cosine_restarts(
+            a, n + m, count, warmup_steps=m, end_value=b, length_factor=factor, peak_factor=0.5
+        )
+        ends = {"init_value": b, "warmup_steps": m, "end_value": b}
+        kwargs = [
+            {"peak_value": a * 0.5**i, "decay_steps": (n + m) * factor**i, **ends} for i in range(count)
+        ]
+        return ours, optax.sgdr_schedule(kwargs)
+    ours = [optim.constant(b), lambda count: a / (1 + count), optim.linear(a, b, m)]
+    theirs = [optax.constant_schedule(b), ours[1], optax.linear_schedule(a, b, m)]
+    return optim.join_schedules(ours, [n, n + m]), optax.join_schedules(theirs, [n, n + m])
+
+
+@given(pair=pairs_of_ours_and_optax(), count=st.integers(0, 500))
+def test_schedules_are_those_of_optax(pair: Any, count: int) -> None:
+    ours, theirs = pair
+    expected = float(theirs(count))  # in float32, with powers of numbers up to 500
+    assert ours(count) == pytest.approx(expected, rel=1e-4, abs=2e-6)
+    assert float(ours(torch.tensor(count))) == pytest.approx(ours(count), rel=1e-12)
+
+
+@given(
+    losses=st.lists(st.integers(0, 12).map(lambda n: n / 4), min_size=1, max_size=40),
+    numbers=st.fixed_dictionaries(
+        {
+            "factor": st.sampled_from([0.5, 0.25]),
+            "patience": st.integers(1, 4),
+            "rtol": st.sampled_from([2.0**-20, 0.25]),
+            "atol": st.sampled_from([0.0, 0.5]),
+            "cooldown": st.integers(0, 3),
+            "min_scale": st.sampled_from([0.0, 0.125]),
+        }
+    ),
+)
+def test_a_plateau_is_that_of_optax(losses: list[float], numbers: Any) -> None:
+    """Bitwise: all numbers are sums of few powers of two, and optax wants one tolerance above 0."""
+    optax = pytest.importorskip("optax")
+    theirs = optax.contrib.reduce_on_plateau(**numbers)
+    ours, state = optim.ReduceOnPlateau.create(**numbers), theirs.init(0.0)
+    for loss in losses:
+        ours = ours.adjusted(torch.tensor(loss))
+        _, state = theirs.update(0.0, state, value=loss)
+        assert float(ours.scale) == float(state.scale)
+        assert float(ours.best) == float(state.best_value)
+        assert (int(ours.bad), int(ours.wait)) == (int(state.plateau_count), int(state.cooldown_count))
+
+
+def test_a_plateau_between_steps_and_its_arguments() -> None:
+    plateau = optim.ReduceOnPlateau.create(patience=1).adjusted(3.0)
+    assert float(plateau.adjusted(float("nan")).scale) == 0.1
+    for numbers, said in (
+        ({"factor": 1.5}, "factor must be in"),
+        ({"patience": 0}, "patience must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            optim.ReduceOnPlateau.create(**numbers)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: optim.join_schedules([optim.constant(1.0), 0.1], [3]), r"To fix: `optim\.constant\(0\.1\)`"),
+        (
+            lambda: optim.join_schedules([optim.constant(1.0)], [3]),
+            "a boundary.* for each of 1 schedules but the first",
+        ),
+        (lambda: optim.join_schedules([optim.constant(1.0)] * 3, [3, 1]), "ascending"),
+        (lambda: optim.one_cycle(1.0, 2), "one_cycle: 2 updates leave 0 to rise"),
+        (lambda: optim.polynomial(1.0, 0.0, 0, 10), "power must be positive"),
+    ],
+)
+def test_arguments_of_joined_schedules_are_checked(make: Any, said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        make()
+
+
+RATED = [
+    (optim.adam(0.25), [0.25] * 3),
+    (optim.ema(optim.chain(optim.clip_by_norm(1.0), optim.sgd(optim.linear(1.0, 0.0, 4)))), [1.0, 0.75, 0.5]),
+    (optim.inject_hyperparams(optim.adamw)(learning_rate=0.5, weight_decay=0.1), [0.5] * 3),
+    (optim.inject_hyperparams(optim.sgd)(learning_rate=optim.linear(1.0, 0.0, 4)), [1.0, 0.75, 0.5]),
+    (
+        optim.partition(
+            {"a": optim.yogi(lambda c: 1 / (c + 1)), "b": optim.set_to_zero()}, {"w": "a", "b": "b"}
+        ),
+        [1, 0.5],
+    ),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "rates"), RATED, ids=lambda one: repr(one)[:20])
+def test_the_rate_of_the_next_update_is_a_metric(optimizer: Any, rates: list[float]) -> None:
+    params = {"w": torch.ones(2), "b": torch.ones(2)}
+    state = fcg.TrainState.create(params=params, optimizer=optimizer)
+    step = fcg.graph_step(
+        lambda s, x: (s.apply_gradients({"w": x, "b": x}), {"rate": optim.learning_rate(s)})
+    )
+    for rate in rates:
+        assert float(optim.learning_rate(state)) == rate
+        state, metrics = step(state, torch.ones(2))
+        assert float(metrics["rate"]) == rate
+
+
+@pytest.mark.parametrize("optimizer", [optim.scale(-0.1), optim.muon(0.1, weight_decay=0.0)])
+def test_no_rate_or_several_are_no_metric(optimizer: Any) -> None:
+    state = fcg.TrainState.create(params={"w": torch.ones(2, 2), "b": torch.ones(2)}, optimizer=optimizer)
+    with pytest.raises(ValueError, match=r"has [02] learning rates(.|\n)*`schedule\(state.step\)`"):
+        optim.learning_rate(state)

@@ -32,7 +32,7 @@ CASES: dict[str, tuple[optim.GradientTransformation, Callable[[dict[str, Any]], 
     "sgd": (optim.sgd(0.1, momentum=0.9), lambda p: torch.optim.SGD(p.values(), 0.1, momentum=0.9), NAMES),
     "plain sgd": (optim.sgd(0.1), lambda p: torch.optim.SGD(p.values(), 0.1), NAMES),
     "sgd, decay as L2, nesterov": (
-        optim.chain(optim.add_decayed_weights(0.1), optim.sgd(0.1, momentum=0.9, nesterov=True)),
+        optim.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
         lambda p: torch.optim.SGD(p.values(), 0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
         NAMES,
     ),

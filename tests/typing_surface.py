@@ -226,3 +226,12 @@ def check_costs(state: State) -> None:
     hidden, targets = batch["x"], batch["y"].long()[:, 0]
     assert_type(fcg.nn.linear_cross_entropy(hidden, params["w"], targets, reduction="sum"), Tensor)
     fcg.nn.linear_cross_entropy(hidden, params["w"], targets, reduction="average")  # type: ignore[arg-type]
+
+
+def parts_of_checkpoints(state: State, model: torch.nn.Linear, folder: str) -> None:
+    assert_type(fcg.load(folder, state, part=["params", "buffers"]), State)
+    assert_type(fcg.load(folder, state, part={"params": "ema", "params.head": None}), State)
+    assert_type(fcg.load(folder, model, part="params", cast=True), torch.nn.Linear)
+    assert_type(fcg.checkpoints(folder).load(state, step=3, part="params"), State)
+    fcg.load(folder, state, part=3)  # type: ignore[arg-type]
+    fcg.microbatches(4, reduce="tokens")  # type: ignore[arg-type]

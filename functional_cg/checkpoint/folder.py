@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import errno
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ambient.modes import ordinary, without_gradients
 from ..shards.tensor import Sharded, placed
+from ..state.arena import dtype_name
 from .disk import BlockReader, damaged
 from .index import INDEX, Index, Piece, file_name
+from .matching import Part, matched
 from .naming import complete
-from .state_dicts import names_of, opened, refuse_misfits, refuse_part, type_of
 
 __all__ = ["found_in", "position_in", "values_in"]
 
@@ -37,34 +37,40 @@ def found_in(folder: Path, function: str, step: int | None = None) -> Path:
     return there[-1]
 
 
-def values_in(folder: Path, state: Any, function: str) -> dict[str, Tensor]:
-    """Read what this rank holds of the leaves of a state, into host memory; the state is not written to.
+def values_in(
+    folder: Path,
+    slots: Mapping[str, Tensor],
+    optional: Collection[str],
+    function: str,
+    part: Part,
+    *,
+    cast: bool,
+) -> dict[str, Tensor]:
+    """Read what this rank holds of leaves that are asked for, into host memory; the leaves are not written to.
 
     Raises:
       LayoutError: If it is the checkpoint of another model.
       OSError: If a file cannot be read.
       ValueError: Naming the file, if it is damaged.
     """
-    refuse_part(state, function)
-    leaves, treedef = opened(state)
-    slots = dict(zip(names_of(treedef, function), leaves, strict=True))
     index = Index.read(folder)
-    refuse_misfits(
-        {name: type_of(slot) for name, slot in slots.items()}, index.types, function, f" in {folder}"
-    )
+    found = matched(slots, index.types, function, f" in {folder}", part, cast=cast, optional=optional)
+    dtypes = {dtype_name(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
     values: dict[str, Tensor] = {}
     with _Files(folder, index) as files, ordinary():
         without_gradients()
-        for name, slot in slots.items():
-            _check_cover(folder, name, math.prod(slot.shape), index.pieces[name])
+        for name, source in found.items():
+            slot, pieces = slots[name], index.pieces[source]
+            dtype = dtypes[index.types[source].partition("[")[0]]
+            _check_cover(folder, source, math.prod(slot.shape), pieces)
             placement = placed(slot)
             if placement is not None and placement.partial:
                 start, count, length = placement.start, placement.elements, placement.length
             else:
                 placement, start, count, length = None, 0, slot.numel(), slot.numel()
-            flat = torch.zeros(length, dtype=slot.dtype, device="cpu")
-            raw, size = flat.view(torch.uint8), slot.dtype.itemsize
-            for piece in index.pieces[name]:
+            flat = torch.zeros(length, dtype=dtype, device="cpu")
+            raw, size = flat.view(torch.uint8), dtype.itemsize
+            for piece in pieces:
                 first = max(start, piece.start)
                 last = min(start + count, piece.start + piece.count)
                 if first < last:

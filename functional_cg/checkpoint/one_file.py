@@ -20,7 +20,9 @@ from torch import Tensor
 from ..messages.tracebacks import entry
 from .disk import BLOCK, lock, sync_directory
 from .folder import found_in, values_in
-from .state_dicts import state_dict, type_of, written
+from .hub import files_in, index, shards
+from .matching import Part, type_of
+from .state_dicts import put, slots_of, state_dict, written
 
 __all__ = ["load", "save"]
 
@@ -32,7 +34,7 @@ _NONE = "0000000000000000000000000000000000000000000000000000000000000000"
 
 
 @entry()
-def save(path: str | os.PathLike[str], state: Any) -> None:
+def save(path: str | os.PathLike[str], state: Any, *, shard_bytes: int | None = None) -> None:
     """Write the leaves of a state to a safetensors file, all or nothing.
 
     The data goes to a temporary file beside ``path``, which replaces it once everything is on disk: a crash,
@@ -44,7 +46,10 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
         but a regular file (a pipe, a device, a directory) is refused, as is a file with a second hard link,
         which would keep the old data.
       state: What :func:`state_dict` takes.
+      shard_bytes: If it holds more than that, several files are written beside ``path``, and an index that names them,
+        as Hugging Face's libraries do: ``model-00001-of-00002.safetensors``, ``model.safetensors.index.json``.
     Raises:
+      FileExistsError: With ``shard_bytes``, if the file or the index is there already.
       ImportError: If safetensors is not installed.
       OSError: If the file cannot be written.
       TypeError: If the file format cannot hold a leaf's dtype.
@@ -65,41 +70,82 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
         target = Path(path).resolve(strict=False)
     except RuntimeError as error:  # a link to itself
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path)) from error
-    content = _serialized(state_dict(state))
-    try:
-        _replace_file(target, content, _replaceable(target))
-    except OSError as error:  # name the target, not the temporary file
-        raise OSError(error.errno, error.strerror, str(target)) from error
+    files = shards(target, state_dict(state), shard_bytes)
+    for file, tensors in files.items():
+        _write(file, _serialized(tensors))
+    if len(files) > 1:
+        _write(*index(target, files))  # last: without it, the others are no checkpoint
 
 
 @entry("state = fcg.load(path, state)")
-def load(path: str | os.PathLike[str], state: T) -> T:
+def load(path: str | os.PathLike[str], state: T, *, part: Part = None, cast: bool = False) -> T:
     """Read what :func:`save` or :func:`checkpoints` has written into a state of the same layout; donates the handle.
 
+    Without ``part``, the names must be those of the state, no more and no fewer. A part is as strict: each of its
+    leaves needs a value, and each value of that name a leaf; the other leaves stay as they are. ``part="params"`` is
+    the values named ``params.…``: they go to the leaves of that name or, if ``state`` has none (a tree of parameters, a
+    module), to all of its leaves, under the rest of the name. ``part={"params": "ema"}`` takes other names, the state's
+    first: ``""`` is all names, the longest one counts, and None leaves out.
+
     Checksums are verified, so that a flipped bit is found. Any other safetensors file with the right names works too,
-    such as one from before version 0.2; it has none, and what has changed in it is not noticed. For the weights of a
-    pretrained model: ``state.replace(params=fcg.load(path, fcg.snapshot(state.params)))``.
+    such as one from before version 0.2; it has none, and what has changed in it is not noticed.
 
     Args:
-      path: The file; or the folder of :func:`checkpoints`, for the last one, or one of the folders in it.
-      state: What :func:`load_state_dict` takes.
+      path: A file; or the folder of :func:`checkpoints`, for the last one, or one of the folders in it; or a folder
+        of Hugging Face: one safetensors file, or several with their index.
+      state: A handle, a pytree of tensors, which is not written to, or a module, which is.
+      part: Which leaves, and under which names: one, a list, or a dict of names here to names there.
+      cast: Whether floating values of another floating dtype are converted to that of the leaf.
     Returns:
-      The new handle, or the new pytree.
+      The new handle, the new pytree, or the module.
     Raises:
       DonatedStateError: If the handle was donated.
       ImportError: If safetensors is not installed.
-      LayoutError: If it is the checkpoint of another model; names the differences, writes nothing.
+      LayoutError: If names, shapes or dtypes differ; names the differences, writes nothing.
       OSError: If a file cannot be read, or there is no complete checkpoint in the folder.
+      TypeError: If ``state`` is part of a state, or ``part`` is none.
       ValueError: If it is not a complete safetensors file, or a file is damaged.
+
+    Example:
+      >>> import tempfile, torch, functional_cg as fcg
+      >>> model = torch.nn.Linear(2, 1)
+      >>> params = fcg.from_module(model)[1]
+      >>> with tempfile.TemporaryDirectory() as folder, fcg.checkpoints(folder) as saved:
+      ...     adam = fcg.TrainState.create(params=params, optimizer=fcg.optim.adam(1e-3))
+      ...     saved.save(adam, step=7, wait=True)
+      ...     sgd = fcg.TrainState.create(params=params, optimizer=fcg.optim.sgd(0.1))
+      ...     sgd = fcg.load(folder, sgd, part="params")
+      ...     params = fcg.load(folder, params, part="params")
+      ...     model = fcg.load(folder, model.bfloat16(), part="params", cast=True)
     """
     _checked_path(path, "fcg.load")
-    if os.path.isdir(path):
+    place = Path(path)
+    files: dict[Path, set[str] | None] = {place: None}
+    if place.is_dir():
         try:
-            found = found_in(Path(path), "fcg.load")
+            found = found_in(place, "fcg.load")
         except FileNotFoundError as error:
-            what = "Is a directory without a complete checkpoint"
-            raise IsADirectoryError(errno.EISDIR, f"fcg.load: {what}", str(path)) from error
-        return written(state, values_in(found, state, "fcg.load"), "fcg.load")
+            if not (files := files_in(place)):
+                what = "Is a directory without a complete checkpoint"
+                raise IsADirectoryError(errno.EISDIR, f"fcg.load: {what}", str(path)) from error
+        else:
+            slots, optional = slots_of(state, "fcg.load")
+            values = values_in(found, slots, optional, "fcg.load", part, cast=cast)
+            return put(state, slots, values, "fcg.load")
+    values = {}
+    for file, names in files.items():
+        held = _values_of(file)
+        if names is not None and held.keys() != names:
+            raise ValueError(
+                f"fcg.load: {file} does not hold what its index says: {sorted(names ^ held.keys())[0]!r} is in one of "
+                "them only. Nothing was loaded.\nTo fix: download or save the folder again, to its end."
+            )
+        values |= held
+    return written(state, values, "fcg.load", f" in {os.fspath(path)}", part, cast=cast)
+
+
+def _values_of(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file."""
     safetensors = _safetensors("fcg.load")
     if not stat.S_ISREG(os.stat(path).st_mode):  # such as a pipe, whose reader waits until somebody writes
         raise OSError(errno.EINVAL, "fcg.load: is no regular file", os.fspath(path))
@@ -107,7 +153,7 @@ def load(path: str | os.PathLike[str], state: T) -> T:
         pass
     _refuse_damage(path)
     try:
-        values = _read(safetensors, path)
+        return _read(safetensors, path)
     except safetensors.SafetensorError as error:
         if _of_torch(path):
             raise ValueError(
@@ -120,7 +166,13 @@ def load(path: str | os.PathLike[str], state: T) -> T:
             f"fcg.load: {path} is no safetensors file, or not a whole one: {error}.\n"
             "To fix: load a file that `fcg.save(path, state)` has written to its end."
         ) from error
-    return written(state, values, "fcg.load", f" in {os.fspath(path)}")
+
+
+def _write(target: Path, content: bytes) -> None:
+    try:
+        _replace_file(target, content, _replaceable(target))
+    except OSError as error:  # name the target, not the temporary file
+        raise OSError(error.errno, error.strerror, str(target)) from error
 
 
 def _of_torch(path: str | os.PathLike[str]) -> bool:

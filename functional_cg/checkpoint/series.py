@@ -16,10 +16,11 @@ from ..shards.mesh import Mesh
 from ..shards.peers import among
 from .disk import FolderLock
 from .folder import found_in, position_in, values_in
+from .matching import Part
 from .naming import complete
 from .positions import decode, encode
 from .snapshot import Copy, Stage, mesh_of
-from .state_dicts import names_of, opened, refuse_part, written
+from .state_dicts import names_of, opened, put, slots_of
 from .writing import write
 
 __all__ = ["Checkpoints", "checkpoints"]
@@ -175,15 +176,25 @@ class Checkpoints:
         """Return the step of the checkpoint that was written last; None if there is none."""
         return next(reversed(self.steps()), None)
 
-    def load(self, state: T, step: int | None = None, *, loader: Loader | None = None) -> T:
+    def load(
+        self,
+        state: T,
+        step: int | None = None,
+        *,
+        loader: Loader | None = None,
+        part: Part = None,
+        cast: bool = False,
+    ) -> T:
         """Read a checkpoint into a state of the same layout; donates the handle. On a mesh, all ranks call it.
 
         Checksums are verified. If anything fails, on any rank, nothing is written on any.
 
         Args:
-          state: A handle, on any mesh or on none, or a pytree of tensors.
+          state: A handle, on any mesh or on none, a pytree of tensors, or a module.
           step: Which checkpoint; by default the one written last.
           loader: Its position is set too. The number of ranks must be that of the run that saved.
+          part: Which leaves, if not all, and under which names: see :func:`functional_cg.load`.
+          cast: Whether floating values of another floating dtype are converted to that of the leaf.
         Returns:
           The new handle, or the new pytree.
         Raises:
@@ -195,13 +206,13 @@ class Checkpoints:
           ValueError: Naming the file, if it is damaged; or if it has no position for the loader.
         """
         self.wait()
-        refuse_part(state, "checkpoints")
-        mesh = mesh_of(opened(state)[0])
+        slots, optional = slots_of(state, "checkpoints")
+        mesh = mesh_of(list(slots.values()))
         set_position = None if loader is None else _method(loader, "load_state_dict")
         rank, ranks = (0, 1) if mesh is None else (mesh.number, mesh.everyone)
         try:
             path = self._agreed(step, mesh)
-            values = values_in(path, state, "checkpoints")
+            values = values_in(path, slots, optional, "checkpoints", part, cast=cast)
             position = None if set_position is None else decode(position_in(path, rank, ranks))
         except (OSError, ValueError) as error:  # a LayoutError is a ValueError
             _share(mesh, str(error))
@@ -209,7 +220,7 @@ class Checkpoints:
         _share(mesh, "")
         if set_position is not None:
             set_position(position)
-        return written(state, values, "checkpoints")
+        return put(state, slots, values, "checkpoints")
 
     def _agreed(self, step: int | None, mesh: Mesh | None) -> Path:
         """Return the folder of a checkpoint, the same on all ranks: that which rank 0 sees."""

@@ -16,7 +16,7 @@ from ..shards.mesh import Mesh
 from ..shards.tensor import Sharded
 from ..state.boundary import held
 from ..state.leaf import turns_of
-from .state_dicts import type_of
+from .matching import type_of
 
 __all__ = ["Copy", "Part", "Stage", "mesh_of"]
 

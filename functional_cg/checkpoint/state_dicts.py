@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import tree as pytree
 from ..ambient.modes import ordinary, without_gradients
@@ -15,19 +16,19 @@ from ..concurrency.turns import at_one_time
 from ..errors import LayoutError
 from ..messages.tracebacks import entry
 from ..shards.tensor import Sharded
-from ..state.arena import BufferSpec, refuse_unplaceable, unplaceable
+from ..state.arena import BufferSpec, refuse_unplaceable
 from ..state.handle import Handle
 from ..state.leaf import Leaf, as_tensor, key_name, owned, turns_of
 from ..tree import Treedef, path_string
+from .matching import Part, matched, type_of
 
 __all__ = [
     "load_state_dict",
     "names_of",
     "opened",
-    "refuse_misfits",
-    "refuse_part",
+    "put",
+    "slots_of",
     "state_dict",
-    "type_of",
     "written",
 ]
 
@@ -67,18 +68,19 @@ def state_dict(state: Any) -> dict[str, Tensor]:
 
 
 @entry("state = fcg.load_state_dict(state, values)")
-def load_state_dict(state: T, d: Mapping[str, Any]) -> T:
+def load_state_dict(state: T, d: Mapping[str, Any], *, part: Part = None, cast: bool = False) -> T:
     """Write a flat dict, as returned by :func:`state_dict`, into a state; donates the handle.
 
     The values go into the memory of the state: steps keep their captures, and leaves keep their strides. A
-    plain pytree is not written to; a copy is returned. To load only part of a state, such as the parameters
-    of a pretrained module, use ``state.replace``.
+    plain pytree is not written to; a copy is returned. A module is written to.
 
     Args:
-      state: A handle, or a pytree of tensors.
+      state: A handle, a pytree of tensors, or a module.
       d: One value per leaf, of the leaf's shape and dtype: tensors on any device, or numpy arrays.
+      part: Which leaves, if not all, and under which names: see :func:`load`.
+      cast: Whether floating values of another floating dtype are converted to that of the leaf.
     Returns:
-      The new handle, or the new pytree.
+      The new handle, the new pytree, or the module.
     Raises:
       DonatedStateError: If the handle was donated.
       LayoutError: If names are missing or unexpected, or values do not fit; lists them all, writes nothing.
@@ -95,45 +97,76 @@ def load_state_dict(state: T, d: Mapping[str, Any]) -> T:
       >>> int(state.step)
       0
       >>> pretrained = torch.nn.Linear(2, 1).state_dict()
-      >>> state = state.replace(params={name: pretrained[name] for name in state.params})
+      >>> state = fcg.load_state_dict(state, pretrained, part={"params": ""})
     """
-    return written(state, d, "fcg.load_state_dict")
+    return written(state, d, "fcg.load_state_dict", part=part, cast=cast)
 
 
-def written(state: T, d: Mapping[str, Any], function: str, where: str = "") -> T:
+def written(
+    state: T, d: Mapping[str, Any], function: str, where: str = "", part: Part = None, *, cast: bool = False
+) -> T:
     """Write values into a state by name; see :func:`load_state_dict`."""
     if not isinstance(d, Mapping):
         raise TypeError(
             f"{function}: expected a dict of names and tensors, got {type(d).__name__}.\n"
             f"To fix: `state = {function}(state, values)`, the state first."
         )
-    refuse_part(state, function)
-    leaves, treedef = opened(state)
+    slots, optional = slots_of(state, function)
     values = {name: owned(as_tensor(value)) for name, value in d.items()}
-    slots = dict(zip(names_of(treedef), leaves, strict=True))
-    refuse_misfits(
-        {name: type_of(slot) for name, slot in slots.items()},
-        {name: type_of(value) for name, value in values.items()},
-        function,
-        where,
-    )
-    ordered = [values[name] for name in slots]
-    if isinstance(state, Handle):
-        return state._write(dict(enumerate(ordered)), function, [])  # type: ignore[return-value]
-    with ordinary():
-        without_gradients()
-        copies = [torch.empty_like(leaf).copy_(value) for leaf, value in zip(leaves, ordered, strict=True)]
-    return pytree.unflatten(treedef, copies)  # type: ignore[no-any-return]
+    types = {name: type_of(value) for name, value in values.items()}
+    found = matched(slots, types, function, where, part, cast=cast, optional=optional)
+    return put(state, slots, {name: values[source] for name, source in found.items()}, function)
 
 
-def refuse_part(state: Any, function: str) -> None:
-    """Raise ``TypeError`` for a part of a state, which cannot be written to."""
+def slots_of(state: Any, function: str) -> tuple[dict[str, Tensor], set[str]]:
+    """Return the leaves of a state, or the tensors of a module, by name; and those that need no value.
+
+    Raises:
+      TypeError: For a part of a state, which cannot be written to.
+    """
     if isinstance(state, Handle) and state._owner is not None:
         path = state._part.path
         raise TypeError(
-            f"{function}: `{path}` is a part of a state; write through the whole: "
-            f"`state = state.replace(params=fcg.load_state_dict(fcg.snapshot({path}), d))`, for example"
+            f"{function}: `{path}` is a part of a state; write through the whole.\n"
+            f'To fix: `state = fcg.load_state_dict(state, d, part={{"params": ""}})`, for example; a file, '
+            '`state = fcg.load(path, state, part="params")`.'
         )
+    optional: set[str] = set()
+    if isinstance(state, nn.Module):
+        tensors = [module(remove_duplicate=False) for module in (state.named_parameters, state.named_buffers)]
+        optional = {
+            f"{path}.{name}".lstrip(".")
+            for path, module in state.named_modules(remove_duplicate=False)
+            for name in module._non_persistent_buffers_set
+        }
+        state = dict(chain(*tensors))
+    leaves, treedef = opened(state)
+    return dict(zip(names_of(treedef, function), leaves, strict=True)), optional
+
+
+def put(state: T, slots: Mapping[str, Tensor], values: Mapping[str, Tensor], function: str) -> T:
+    """Write values into the leaves of a state, of a copy of a plain pytree, or into the tensors of a module."""
+    with ordinary():
+        without_gradients()
+        values = {name: value.to(slots[name].dtype) for name, value in values.items()}
+        if isinstance(state, Handle):
+            new = {position: values[name] for position, name in enumerate(slots) if name in values}
+            return state._write(new, function, [])  # type: ignore[return-value]
+        if isinstance(state, nn.Module):
+            first = {id(slots[name]): value for name, value in reversed(values.items())}
+            rows = [name for name, value in values.items() if not value.equal(first[id(slots[name])])]
+            if rows:
+                raise LayoutError.of(
+                    "",
+                    f"{function}: names of one tensor have different values; the module is unchanged.",
+                    rows=rows,
+                    fix="load one of them, `part={...: None}` for the others; or untie the module's tensors.",
+                )
+            for name, value in values.items():
+                slots[name].copy_(value)
+            return state
+        copies = [torch.empty_like(leaf).copy_(values.get(name, leaf)) for name, leaf in slots.items()]
+    return pytree.unflatten(pytree.flatten(state)[1], copies)  # type: ignore[no-any-return]
 
 
 def opened(state: Any) -> tuple[list[Tensor], Treedef]:
@@ -185,41 +218,3 @@ def _on_host(name: str, leaf: Tensor) -> Tensor:
             fix="`fcg.sharding.state_dict(state)`, on all ranks; rank 0 gets all of it.",
         )
     return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu").copy_(leaf)
-
-
-def _part_fix(slots: Mapping[str, Any], values: Mapping[str, Any]) -> str:
-    """Return the fix for values that are those of a field, such as the parameters; "" for others."""
-    fields = dict.fromkeys(name.partition(".")[0] for name in slots if "." in name)
-    for field in fields:
-        if set(values) == {name.partition(".")[2] for name in slots if name.startswith(f"{field}.")}:
-            return f"these are the names of one field: `state = state.replace({field}=dict(values))`."
-    return ""
-
-
-def refuse_misfits(slots: Mapping[str, str], values: Mapping[str, str], function: str, where: str) -> None:
-    """Compare the types of slots with those of values, by name.
-
-    Raises:
-      LayoutError: With one row for each name that is missing, unexpected, or has another shape or dtype.
-    """
-    rows = [
-        f"{name}  expected {slots.get(name, 'nothing')}   got {values.get(name, 'nothing')}"
-        for name in [*slots, *(name for name in values if name not in slots)]
-        if slots.get(name) != values.get(name)
-    ]
-    if rows:
-        raise LayoutError.of(
-            "",
-            f"{function}: the values{where} do not fit `state`, which is unchanged.",
-            rows=rows,
-            why="The memory of each name has a fixed shape and dtype.",
-            fix=_part_fix(slots, values)
-            or "create the state as it was when the values were saved (model, optimizer, fields), or rename and "
-            "convert the values first; nothing is broadcast and nothing is cast.",
-        )
-
-
-def type_of(value: Any) -> str:
-    """Return dtype and shape as text, without the device, which may differ."""
-    problem = "" if isinstance(value, Leaf | Sharded) else unplaceable(value)
-    return problem or str(BufferSpec.of(value)).partition("@")[0]

@@ -23,6 +23,7 @@ Around an optimizer:
   partition, masked       one transformation per label of a leaf; one where a mask is True
   by_name                 labels or flags from patterns of names
   flatten                 run on all leaves as one vector
+  ema                     keep an average of the parameters
   lookahead               pull back toward slow weights every few steps
   schedule_free           average the iterates instead of decaying the rate
   sam                     gradients taken where the loss near the parameters is highest
@@ -59,16 +60,20 @@ Links to build optimizers from:
 
 Schedules, passed as a learning rate:
 
-  constant, linear        one value; a straight line
+  constant, linear, polynomial   one value; a straight line; a power of one
   cosine, warmup_cosine   half a period of a cosine; with a linear warmup before it
-  exponential             decay by a rate every so many steps
+  exponential, warmup_exponential   decay by a rate every so many steps; with a warmup before it
+  one_cycle, cosine_restarts   up and down by a cosine; warmup_cosine again and again (SGDR)
   piecewise_constant      a factor at each boundary
+  join_schedules          one schedule after another
+  ReduceOnPlateau         a factor in the state that falls when a loss does not
+  learning_rate           the rate of the next update, as a metric
 
 Types:
 
   GradientTransformation  ``init(params)`` and ``update(grads, state, params)``
   Schedule                a function of the update count; subclass it for your own
-  EmptyState, AdaptedState, AddNoiseState, InjectHyperparamsState, LookaheadState, MaskedState,
+  EmaState, EmptyState, AdaptedState, AddNoiseState, InjectHyperparamsState, LookaheadState, MaskedState,
   PartitionState, ScaleByAdadeltaState, ScaleByAdamState, ScaleByAmsgradState, ScaleByFactoredRmsState,
   ScaleByLionState, ScaleByNadamState, ScaleByNovogradState, ScaleByRmsState, ScaleByRssState, ScaleByScheduleState,
   ScheduleFreeState, StochasticRoundingState, TraceState   what each keeps between updates
@@ -92,6 +97,7 @@ from functional_cg.optim.algebra.combine import masked as masked
 from functional_cg.optim.algebra.combine import partition as partition
 from functional_cg.optim.algebra.hyperparams import InjectHyperparamsState as InjectHyperparamsState
 from functional_cg.optim.algebra.hyperparams import inject_hyperparams as inject_hyperparams
+from functional_cg.optim.algebra.hyperparams import learning_rate as learning_rate
 from functional_cg.optim.algebra.hyperparams import set_hyperparams as set_hyperparams
 from functional_cg.optim.algebra.links import ScaleByScheduleState as ScaleByScheduleState
 from functional_cg.optim.algebra.links import TraceState as TraceState
@@ -105,13 +111,19 @@ from functional_cg.optim.algebra.links import set_to_zero as set_to_zero
 from functional_cg.optim.algebra.links import trace as trace
 from functional_cg.optim.algebra.names import by_name as by_name
 from functional_cg.optim.algebra.names import norms as norms
+from functional_cg.optim.algebra.plateau import ReduceOnPlateau as ReduceOnPlateau
 from functional_cg.optim.algebra.schedules import Schedule as Schedule
 from functional_cg.optim.algebra.schedules import constant as constant
 from functional_cg.optim.algebra.schedules import cosine as cosine
+from functional_cg.optim.algebra.schedules import cosine_restarts as cosine_restarts
 from functional_cg.optim.algebra.schedules import exponential as exponential
+from functional_cg.optim.algebra.schedules import join_schedules as join_schedules
 from functional_cg.optim.algebra.schedules import linear as linear
+from functional_cg.optim.algebra.schedules import one_cycle as one_cycle
 from functional_cg.optim.algebra.schedules import piecewise_constant as piecewise_constant
+from functional_cg.optim.algebra.schedules import polynomial as polynomial
 from functional_cg.optim.algebra.schedules import warmup_cosine as warmup_cosine
+from functional_cg.optim.algebra.schedules import warmup_exponential as warmup_exponential
 from functional_cg.optim.rules.adam import ScaleByAdamState as ScaleByAdamState
 from functional_cg.optim.rules.adam import ScaleByAmsgradState as ScaleByAmsgradState
 from functional_cg.optim.rules.adam import ScaleByNadamState as ScaleByNadamState
@@ -167,8 +179,10 @@ from functional_cg.optim.rules.layerwise import scale_by_lars as scale_by_lars
 from functional_cg.optim.rules.layerwise import scale_by_novograd as scale_by_novograd
 from functional_cg.optim.rules.matrix import muon as muon
 from functional_cg.optim.rules.matrix import scale_by_muon as scale_by_muon
+from functional_cg.optim.rules.wrappers import EmaState as EmaState
 from functional_cg.optim.rules.wrappers import LookaheadState as LookaheadState
 from functional_cg.optim.rules.wrappers import ScheduleFreeState as ScheduleFreeState
+from functional_cg.optim.rules.wrappers import ema as ema
 from functional_cg.optim.rules.wrappers import lookahead as lookahead
 from functional_cg.optim.rules.wrappers import sam as sam
 from functional_cg.optim.rules.wrappers import schedule_free as schedule_free

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
 import torch
 from einops import rearrange
@@ -29,14 +29,21 @@ Out = TypeVar("Out")
 
 @entry()
 def microbatches(
-    k: int, *, carry: str | None = None, dtype: torch.dtype | None = None
+    k: int,
+    *,
+    carry: str | None = None,
+    dtype: torch.dtype | None = None,
+    reduce: Literal["mean", "sum"] = "mean",
 ) -> Callable[[Callable[Concatenate[Params, P], Out]], Callable[Concatenate[Params, P], Out]]:
-    """Run a gradient function over ``k`` equal slices of the batch and average the results.
+    """Run a gradient function over ``k`` equal slices of the batch and average the results, or sum them.
 
     Wrap the result of :func:`value_and_grad`: activations of one slice are freed before the next starts. The second
     argument (the batch) is cut along dimension 0; what all slices share goes by keyword. A keyword argument ``key`` is
     folded with the slice's number, so that slices draw differently; a key that the function closes over is refused.
     Leaves of the result are averaged, in order, and have to be floating or complex: a count as ``hits.float()``.
+
+    Where slices count differently, as they do by their numbers of tokens, the mean of their means is not that of the
+    batch. Return the sum of the losses and the count, and divide once (on a mesh, by ``fcg.sharding.mean(count)``).
 
     Buffers that each slice updates, such as those of batch norm, must not be averaged: pass them as a keyword argument,
     return the new ones in the auxiliary tree under the same name, and give that name as ``carry``.
@@ -47,8 +54,9 @@ def microbatches(
         that name, and the result has the value of the last.
       dtype: Dtype in which floating leaves are summed and returned, such as ``torch.float32`` for gradients in
         bfloat16, whose sums would lose small terms; None for their own. The values of ``carry`` keep their own dtype.
+      reduce: ``"mean"``; or ``"sum"``, of whole numbers, too.
     Raises:
-      ValueError: If ``k`` is not an integer of 1 or more.
+      ValueError: If ``k`` is not an integer of 1 or more, or ``reduce`` is another word.
       TypeError: If ``dtype`` is not a floating dtype of 16 bits or more, or the argument named by ``carry`` is missing.
       CaptureError: If two slices draw from the same key.
       LayoutError: If a leaf of the batch cannot be cut into ``k`` equal slices, a further positional argument has as
@@ -60,6 +68,17 @@ def microbatches(
       >>> loss = lambda w, x: (w * x).mean()
       >>> fcg.microbatches(2)(fcg.value_and_grad(loss))(torch.tensor(2.0), torch.arange(4.0))
       (tensor(3.), tensor(1.5000))
+
+      Over tokens, of which slices have different numbers:
+
+      >>> def loss(w, batch):
+      ...     x, mask = batch
+      ...     return (w * x * mask).sum(), mask.sum()
+      >>> batch = torch.arange(4.0), torch.tensor([1, 1, 1, 0])
+      >>> grads_of = fcg.microbatches(2, reduce="sum")(fcg.value_and_grad(loss, has_aux=True))
+      >>> (total, count), grads = grads_of(torch.tensor(2.0), batch)
+      >>> total / count, grads / count
+      (tensor(2.), tensor(1.))
 
       With batch norm, as one slice after the other would update it:
 
@@ -74,6 +93,11 @@ def microbatches(
     """
     if type(k) is not int or k < 1:
         raise ValueError(f"microbatches: expected a positive int, got {k!r}")
+    if reduce not in ("mean", "sum"):
+        raise ValueError(
+            f"microbatches: reduce must be 'mean' or 'sum', got {reduce!r}.\nTo fix: by counts, `reduce=\"sum\"`, and "
+            "divide the gradients by the sum of the counts."
+        )
     if dtype is not None and not adds_up(dtype):
         raise TypeError(
             f"microbatches: dtype must be a floating dtype of 16 bits or more, such as torch.float32, got {dtype!r}"
@@ -102,7 +126,7 @@ def microbatches(
                     refuse_objects(name, out)
                 if carry is not None:
                     handed, kwargs[carry] = _handed_on(name, carry, kwargs, out)
-                if total is None:
+                if total is None and reduce == "mean":
                     refuse_whole_numbers(name, out, handed, carry)
                 total = (
                     out if total is None else pytree.map(lambda _, new: new, total, out)
@@ -121,7 +145,9 @@ def microbatches(
                         for i, (old, new) in enumerate(zip(sums, leaves, strict=True))
                     ]
                 )
-            return pytree.unflatten(out_def, [one if i in handed else one / k for i, one in enumerate(sums)])
+            return pytree.unflatten(
+                out_def, [one if i in handed or reduce == "sum" else one / k for i, one in enumerate(sums)]
+            )
 
         return cast("Callable[Concatenate[Params, P], Out]", wrapped)
 
@@ -285,5 +311,5 @@ def refuse_whole_numbers(name: str, out: Any, handed: Sequence[int] = (), carry:
             rows=rows,
             why="A sum would be right for what a slice counts, and wrong for what it counts up, as batch norm does.",
             fix=f"{kept}{'or ' if kept else ''}a count as `n.float()`, whose mean times the number of slices is its "
-            "sum.",
+            'sum; or sum all of it, `microbatches(k, reduce="sum")`.',
         )

@@ -470,9 +470,9 @@ MUTANTS = (
         "clipping is decided on the host; a trace cannot read the norm, so it decides for ever that gradients are long",
         (
             (
-                "        factor = self.max_norm / global_norm(flat).clamp(min=self.max_norm)\n",
+                "        factor = self.max_norm / global_norm(flat, self.order).clamp(min=self.max_norm)\n",
                 (
-                    "        norm = global_norm(flat)\n"
+                    "        norm = global_norm(flat, self.order)\n"
                     "        if type(norm) is Tensor and norm <= self.max_norm:\n"
                     "            return updates, state\n"
                     "        factor = self.max_norm / norm\n"

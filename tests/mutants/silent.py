@@ -768,4 +768,37 @@ SILENT = (
         ("tests/test_convolutions.py::test_a_product_in_tf32_takes_no_convolution_that_may_not_round",),
         no_gpu=NO_GPU,
     ),
+    Mutant(
+        "N260",
+        "what a checkpoint holds of a part beyond the leaves is left out without a word",
+        (("        if name not in taken and any(", "        if not wanted and any("),),
+        ("tests/test_checkpoint_parts.py::test_both_sides_are_listed",),
+        no_gpu="it happens on the host",
+    ),
+    Mutant(
+        "N261",
+        "a leaf of a part without a value keeps its own",
+        (
+            (
+                "    lost = [row for name, row in missing.items() if wanted[name][1] not in tied]\n",
+                "    lost: list[str] = []\n",
+            ),
+        ),
+        ("tests/test_checkpoint_parts.py::test_both_sides_are_listed",),
+        no_gpu="it happens on the host",
+    ),
+    Mutant(
+        "N262",
+        "values of another dtype are cast, whether asked for or not",
+        (("and not (cast and all(shapes)", "and not (all(shapes)"),),
+        ("tests/test_checkpoint_parts.py::test_another_dtype_needs_a_word",),
+        no_gpu="it happens on the host",
+    ),
+    Mutant(
+        "N263",
+        "of several files, one that does not hold what the index says is read",
+        (("        if names is not None and held.keys() != names:\n", "        if names == set():\n"),),
+        ("tests/test_checkpoint_parts.py::test_a_folder_that_is_not_whole_is_refused",),
+        no_gpu="it happens on the host",
+    ),
 )

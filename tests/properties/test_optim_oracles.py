@@ -8,6 +8,7 @@ roundings each (powers and roots are rounded in another order).
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -111,14 +112,16 @@ def assert_near(a: list[list[Tensor]], b: list[list[Tensor]], *, factor: float =
 # torch.optim, the same op: bitwise
 
 
-@given(problem=problems(), lr=rates, momentum=st.sampled_from([0.0, 0.5, 0.9]), nesterov=st.booleans())
-def test_sgd_step_equals_torch(problem: Problem, lr: float, momentum: float, nesterov: bool) -> None:
-    nesterov = nesterov and momentum > 0
-    got = ours(optim.sgd(lr, momentum, nesterov), problem, fused=True)
-    expected = judged(
-        lambda params: torch.optim.SGD(params, lr, momentum=momentum, nesterov=nesterov, fused=True), problem
-    )
-    assert_bitwise(got, expected)
+momenta = st.sampled_from([0.0, 0.5, 0.9])
+
+
+@given(problem=problems(), lr=rates, momentum=momenta, nesterov=st.booleans(), decay=st.just(0.0) | decays)
+def test_sgd_step_equals_torch(
+    problem: Problem, lr: float, momentum: float, nesterov: bool, decay: float
+) -> None:
+    hyper: Any = {"momentum": momentum, "nesterov": nesterov and momentum > 0, "weight_decay": decay}
+    got = ours(optim.sgd(lr, **hyper), problem, fused=True)
+    assert_bitwise(got, judged(lambda params: torch.optim.SGD(params, lr, **hyper, fused=True), problem))
 
 
 @given(problem=problems(), lr=rates, b1=betas, b2=betas, eps=epsilons)
@@ -205,11 +208,13 @@ def test_clipped_adamw_is_adamw_on_clipped_gradients(problem: Problem, max_norm:
 # torch.optim, the formula: tolerance
 
 
-@given(problem=problems(), lr=rates, momentum=st.sampled_from([0.0, 0.5, 0.9]), nesterov=st.booleans())
-def test_sgd_update_near_torch(problem: Problem, lr: float, momentum: float, nesterov: bool) -> None:
-    nesterov = nesterov and momentum > 0
-    got = ours(optim.sgd(lr, momentum, nesterov), problem, fused=False)
-    assert_near(got, judged(lambda p: torch.optim.SGD(p, lr, momentum=momentum, nesterov=nesterov), problem))
+@given(problem=problems(), lr=rates, momentum=momenta, nesterov=st.booleans(), decay=st.just(0.0) | decays)
+def test_sgd_update_near_torch(
+    problem: Problem, lr: float, momentum: float, nesterov: bool, decay: float
+) -> None:
+    hyper: Any = {"momentum": momentum, "nesterov": nesterov and momentum > 0, "weight_decay": decay}
+    got = ours(optim.sgd(lr, **hyper), problem, fused=False)
+    assert_near(got, judged(lambda p: torch.optim.SGD(p, lr, **hyper), problem))
 
 
 @given(problem=problems(), lr=rates, decay=decays)
@@ -238,16 +243,16 @@ def test_adagrad_update_near_torch(problem: Problem, lr: float, start: float) ->
     assert_near(got, judged(lambda p: torch.optim.Adagrad(p, lr, initial_accumulator_value=start), problem))
 
 
-@given(problem=problems(), max_norm=st.floats(0.01, 5.0))
-def test_clip_near_torch(problem: Problem, max_norm: float) -> None:
-    clip = optim.clip_by_global_norm(max_norm)
+@given(problem=problems(), max_norm=st.floats(0.01, 5.0), order=st.sampled_from([2, 1, 3.5, math.inf]))
+def test_clip_near_torch(problem: Problem, max_norm: float, order: float) -> None:
+    clip = optim.clip_by_global_norm(max_norm, order)
     for grads in problem[1]:
         theirs = [g.clone().requires_grad_() for g in grads]
         for leaf, grad in zip(theirs, grads, strict=True):
             leaf.grad = grad.clone()
-        norm = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(theirs, max_norm, order)
         rtol = 1e-6 if norm.dtype == torch.float32 else 1e-12
-        torch.testing.assert_close(optim.global_norm(grads), norm.double(), rtol=rtol, atol=0)
+        torch.testing.assert_close(optim.global_norm(grads, order), norm.double(), rtol=rtol, atol=0)
         assume(norm > 1e-2)  # torch divides by norm + 1e-6
         for x, leaf in zip(clip.update(grads, ())[0], theirs, strict=True):
             torch.testing.assert_close(x, leaf.grad, rtol=2e-6 / min(1.0, norm.item()), atol=1e-12)

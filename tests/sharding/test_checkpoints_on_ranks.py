@@ -146,3 +146,42 @@ def test_the_program_of_the_stress_has_odd_leaves() -> None:
     shapes = [tuple(leaf.shape) for leaf in fcg.tree.leaves(state)]
     assert () in shapes
     assert any(0 in shape for shape in shapes)
+
+
+def parts(folder: str) -> list[dict[str, torch.Tensor]]:
+    """Parameters for another optimizer at another stage, another dtype, and from files of another library."""
+    params = {"w": torch.arange(35.0).reshape(5, 7), "b": torch.arange(3.0)}
+
+    def fresh(stage: int, dtype: torch.dtype = torch.float32) -> Any:
+        return fcg.TrainState.create(
+            params=fcg.tree.map(lambda leaf: torch.zeros_like(leaf, dtype=dtype), params),
+            optimizer=fcg.optim.sgd(0.1),
+            sharding=Setting({"data": 2}, stage).zero("cpu"),
+        )
+
+    adam = Setting({"data": 2}, 3).zero("cpu")
+    state = fcg.TrainState.create(params=params, optimizer=fcg.optim.adam(0.1), sharding=adam, step=4)
+    with fcg.checkpoints(folder) as saved:
+        saved.save(state, wait=True)
+        loaded = [fcg.load(folder, fresh(1), part="params"), saved.load(fresh(3), part="params")]
+        loaded.append(saved.load(fresh(3, torch.bfloat16), part={"params": "opt_state.0.mu"}, cast=True))
+        with pytest.raises(fcg.LayoutError, match=r"to .*cast=True|`cast=True` fits them"):
+            saved.load(fresh(3, torch.bfloat16), part="params")
+    if rank_of() == 0:
+        Path(folder, "hub").mkdir()
+        fcg.save(f"{folder}/hub/model.safetensors", params, shard_bytes=20)
+    torch.distributed.barrier()
+    loaded.append(fcg.load(f"{folder}/hub", fresh(3), part={"params": ""}))
+    loaded.append(fcg.load(f"{folder}/hub", fresh(2, torch.bfloat16), part={"params": ""}, cast=True))
+    return [fcg.sharding.state_dict(one) for one in loaded]
+
+
+def test_a_part_is_loaded_onto_shards(tmp_path: Path) -> None:
+    whole = {"params.w": torch.arange(35.0).reshape(5, 7), "params.b": torch.arange(3.0)}
+    for found in on_ranks(2, parts, str(tmp_path / "run"))[:1]:
+        for i, state in enumerate(found):
+            assert state.keys() - {"step"} == whole.keys()
+            assert state["step"] == 0
+            for name, leaf in whole.items():
+                wanted = torch.zeros_like(leaf) if i == 2 else leaf
+                assert state[name].equal(wanted.to(torch.bfloat16) if i in (2, 4) else wanted), (i, name)

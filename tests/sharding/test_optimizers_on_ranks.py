@@ -49,7 +49,9 @@ OPTIMIZERS: Mapping[str, Callable[[], Any]] = MappingProxyType(
             optim.add_noise(1e-3, 0.55, key=3), optim.centralize(), optim.adaptive_clip(0.05),
             optim.clip_by_norm(0.05), optim.sgd(0.5),
         ),
-        "lookahead, novograd": lambda: optim.lookahead(optim.novograd(0.05, weight_decay=0.1), sync_period=3),
+        "averaged, lookahead, novograd": lambda: optim.ema(
+            optim.lookahead(optim.novograd(0.05, weight_decay=0.1), sync_period=3), 0.9
+        ),
         "schedule-free, sharpness-aware": lambda: optim.schedule_free(optim.sgd(0.05)),
         PLANTED: lambda: optim.chain(
             optim.GradientTransformation.from_functions(no_state, of_this_rank), optim.sgd(0.05)

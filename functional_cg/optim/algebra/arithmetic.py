@@ -25,14 +25,14 @@ def norm(leaf: Tensor) -> Tensor:
     return out
 
 
-def leaf_norms(leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The L2 norm of each leaf, f32[] or f64[]; one op per device and dtype."""
+def leaf_norms(leaves: Sequence[Tensor], order: float = 2) -> list[Tensor]:
+    """The norm of each leaf, f32[] or f64[]; one op per device and dtype."""
     if not leaves:
         return []
 
     def norms(columns: Any, _: Any) -> tuple[Any]:
         dtype = torch.promote_types(columns[0][0].dtype, torch.float32)
-        return (torch._foreach_norm(columns[0], 2, dtype=dtype),)
+        return (torch._foreach_norm(columns[0], order, dtype=dtype),)
 
     return _fused.per_group(norms, [leaves])[0]
 

@@ -85,8 +85,8 @@ class chain(Sequence):
 
     Example:
       >>> from functional_cg import optim
-      >>> optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.1))
-      chain(clip_by_global_norm(max_norm=1.0), sgd(learning_rate=0.1, momentum=0.0, nesterov=False))
+      >>> optim.chain(optim.clip_by_global_norm(1.0), optim.add_decayed_weights(0.1))
+      chain(clip_by_global_norm(max_norm=1.0, order=2), add_decayed_weights(weight_decay=0.1, mask=None))
     """
 
     links: tuple[GradientTransformation, ...]

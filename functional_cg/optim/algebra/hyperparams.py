@@ -23,6 +23,7 @@ from functional_cg.optim.algebra.base import (
     require,
     zero_count,
 )
+from functional_cg.optim.algebra.links import scale_by_learning_rate
 from functional_cg.optim.algebra.schedules import Schedule
 from functional_cg.optim.algebra.selection import freeze, thaw
 
@@ -195,6 +196,39 @@ def set_hyperparams(state: S, **values: float | Tensor) -> S:
     positions = [i for name in values for i in found[name]]
     new = [_like(name, value, old[i]) for name, value in values.items() for i in found[name]]
     return tree.at(lambda view: [tree.leaves(view)[i] for i in positions], state, new)
+
+
+def learning_rate(state: Any) -> Tensor:
+    """Return the learning rate of the update that ``state.apply_gradients`` makes next, such as for metrics.
+
+    Args:
+      state: A ``TrainState``, in a step or outside, or a handle to one.
+    Returns:
+      f64[] on the device of the parameters.
+    Raises:
+      ValueError: If its optimizer has no learning rate of its own, or one for each of several groups.
+
+    Example:
+      >>> import torch, functional_cg as fcg
+      >>> optimizer = fcg.optim.sgd(fcg.optim.linear(1.0, 0.0, 4))
+      >>> state = fcg.TrainState.create(params={"w": torch.ones(2)}, optimizer=optimizer)
+      >>> @fcg.graph_step
+      ... def step(state, x):
+      ...     return state.apply_gradients({"w": x}), {"rate": fcg.optim.learning_rate(state)}
+      >>> [float(step(state.latest(), torch.ones(2))[1]["rate"]) for _ in range(3)]
+      [1.0, 0.75, 0.5]
+    """
+    found = [
+        rule.rate(own)[0]
+        for rule, own, _ in state.optimizer.rules(state.opt_state, state.params)
+        if isinstance(rule, scale_by_learning_rate)
+    ]
+    require(
+        len(found) == 1,
+        f"learning_rate: the optimizer has {len(found)} learning rates: {state.optimizer!r}.\n"
+        "To fix: `schedule(state.step)`, of the schedule that you mean.",
+    )
+    return found[0] + torch.zeros((), dtype=torch.float64, device=device_of(state.params))
 
 
 def _not_injected(name: str, found: list[str]) -> str:

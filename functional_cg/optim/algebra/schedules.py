@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, cast, overload
 
@@ -43,7 +43,7 @@ class Schedule(Called):
 
 
 class _Checked(Schedule):
-    """A schedule of this package: its arguments are numbers, and lengths and rates of decay are positive."""
+    """A schedule of this package: its arguments are numbers, and lengths, powers and rates of decay are positive."""
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -53,7 +53,7 @@ class _Checked(Schedule):
             if one.name not in _OTHERS and not (getattr(self, one.name) is None and one.default is None)
         }
         are_numbers(name, **numbers)
-        for key in numbers.keys() & {"transition_steps", "decay_steps", "decay_rate"}:
+        for key in numbers.keys() & {"transition_steps", "decay_steps", "decay_rate", "power"}:
             require(numbers[key] > 0, f"{name}: {key} must be positive, got {numbers[key]}")
 
 
@@ -100,6 +100,36 @@ class linear(_Checked):
     def value(self, t: Any) -> Any:
         part = ((t - self.transition_begin) / self.transition_steps).clamp(0.0, 1.0)
         return self.init_value * (1 - part) + self.end_value * part
+
+
+@dataclass(frozen=True)
+class polynomial(_Checked):
+    """A power of a straight line: ``end + (init - end) (1 - t / transition_steps)^power``, flat before and after.
+
+    Source: ``optax.polynomial_schedule``; ``torch.optim.lr_scheduler.PolynomialLR``, to zero.
+
+    Attributes:
+      init_value: Value up to ``transition_begin``.
+      end_value: Value from ``transition_begin + transition_steps`` on.
+      power: The power, positive; 1 is :class:`linear`.
+      transition_steps: Length, in updates.
+      transition_begin: Update at which it begins.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> [optim.polynomial(1.0, 0.0, power=2, transition_steps=4)(count) for count in (0, 2, 4, 9)]
+      [1.0, 0.25, 0.0, 0.0]
+    """
+
+    init_value: float
+    end_value: float
+    power: float
+    transition_steps: int
+    transition_begin: int = 0
+
+    def value(self, t: Any) -> Any:
+        left = 1 - ((t - self.transition_begin) / self.transition_steps).clamp(0.0, 1.0)
+        return self.end_value + (self.init_value - self.end_value) * left**self.power
 
 
 @dataclass(frozen=True)
@@ -237,3 +267,148 @@ class exponential(_Checked):
         out = self.init_value * self.decay_rate ** (torch.floor(exponent) if self.staircase else exponent)
         bounds = (self.end_value, math.inf) if self.decay_rate < 1 else (-math.inf, self.end_value)
         return out if self.end_value is None else out.clamp(*bounds)
+
+
+@dataclass(frozen=True)
+class join_schedules(Schedule):
+    """One schedule after another, each of which begins to count at its boundary.
+
+    Source: ``optax.join_schedules``.
+
+    Attributes:
+      schedules: Schedules, or functions of the count, in order; kept as a tuple.
+      boundaries: Update at which each but the first begins, ascending; kept as a tuple.
+    Raises:
+      ValueError: If there are not as many boundaries as schedules but the first, or they do not ascend.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> schedule = optim.join_schedules([optim.constant(1.0), optim.exponential(1.0, 1, 0.5)], [2])
+      >>> [schedule(count) for count in range(5)]
+      [1.0, 1.0, 1.0, 0.5, 0.25]
+    """
+
+    schedules: Sequence[Callable[[Any], Any]]
+    boundaries: Sequence[int]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "schedules", tuple(self.schedules))
+        object.__setattr__(self, "boundaries", tuple(self.boundaries))
+        for one in self.schedules:
+            if not callable(one):
+                raise TypeError(
+                    f"join_schedules: takes schedules, got {one!r}.\nTo fix: `optim.constant({one!r})`, for a number."
+                )
+        require(
+            len(self.schedules) == len(self.boundaries) + 1
+            and list(self.boundaries) == sorted(self.boundaries),
+            f"join_schedules: needs a boundary, in ascending order, for each of {len(self.schedules)} schedules but "
+            f"the first, got {list(self.boundaries)}",
+        )
+
+    def value(self, t: Any) -> Any:
+        starts = (0, *self.boundaries)
+        # A function may return a number, which is f64 as the others are.
+        parts = [
+            one(t - start) + torch.zeros_like(t) for start, one in zip(starts, self.schedules, strict=True)
+        ]
+        out = parts[0]
+        for boundary, part in zip(self.boundaries, parts[1:], strict=True):
+            out = torch.where(t < boundary, out, part)
+        return out
+
+
+def warmup_exponential(
+    peak_value: float,
+    warmup_steps: int,
+    transition_steps: int,
+    decay_rate: float,
+    *,
+    init_value: float = 0.0,
+    staircase: bool = False,
+    end_value: float | None = None,
+) -> join_schedules:
+    """Linear warmup from ``init_value`` to ``peak_value``, then :class:`exponential` decay.
+
+    Source: ``optax.warmup_exponential_decay_schedule``.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> schedule = optim.warmup_exponential(1.0, warmup_steps=2, transition_steps=1, decay_rate=0.5)
+      >>> [schedule(count) for count in range(5)]
+      [0.0, 0.5, 1.0, 0.5, 0.25]
+    """
+    down = exponential(peak_value, transition_steps, decay_rate, staircase, end_value)
+    return join_schedules([linear(init_value, peak_value, warmup_steps), down], [warmup_steps])
+
+
+def one_cycle(
+    peak_value: float,
+    transition_steps: int,
+    *,
+    pct_start: float = 0.3,
+    div_factor: float = 25.0,
+    final_div_factor: float = 1e4,
+) -> join_schedules:
+    """Half a period of a cosine from ``peak_value / div_factor`` to ``peak_value``, and another one down.
+
+    It ends at ``peak_value / (div_factor * final_div_factor)``. Source: Smith and Topin 2018;
+    ``optax.cosine_onecycle_schedule``; ``torch.optim.lr_scheduler.OneCycleLR`` begins an update earlier to fall.
+
+    Args:
+      peak_value: The largest value.
+      transition_steps: Length of all, in updates.
+      pct_start: Part of it that rises.
+      div_factor: By how much the first value is below the peak.
+      final_div_factor: By how much the last value is below the first.
+    Raises:
+      ValueError: If no update is left to rise or to fall.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> [round(optim.one_cycle(1.0, transition_steps=10)(count), 3) for count in (0, 3, 10)]
+      [0.04, 1.0, 0.0]
+    """
+    top, start = int(pct_start * transition_steps), peak_value / div_factor
+    require(0 < top < transition_steps, f"one_cycle: {transition_steps} updates leave {top} to rise")
+    down = cosine(peak_value, transition_steps - top, start / final_div_factor)
+    return join_schedules([cosine(start, top, peak_value), down], [top])
+
+
+def cosine_restarts(
+    peak_value: float,
+    decay_steps: int,
+    cycles: int,
+    *,
+    warmup_steps: int = 0,
+    end_value: float = 0.0,
+    length_factor: float = 1.0,
+    peak_factor: float = 1.0,
+) -> join_schedules:
+    """Cosine decay with warm restarts (SGDR): ``cycles`` times :class:`warmup_cosine`, then flat.
+
+    Source: Loshchilov and Hutter 2017; ``optax.sgdr_schedule``;
+    ``torch.optim.lr_scheduler.CosineAnnealingWarmRestarts``, without an end.
+
+    Args:
+      peak_value: Peak of the first cycle.
+      decay_steps: Length of the first cycle, its warmup included, in updates.
+      cycles: How many.
+      warmup_steps: Length of the warmup of each, from ``end_value``.
+      end_value: Value at the end of each.
+      length_factor: Each cycle is longer than the one before by this factor, rounded.
+      peak_factor: And its peak lower or higher by this one.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> schedule = optim.cosine_restarts(1.0, 2, cycles=2, length_factor=2)
+      >>> [round(schedule(count), 3) for count in range(7)]
+      [1.0, 0.5, 1.0, 0.854, 0.5, 0.146, 0.0]
+    """
+    lengths = [round(decay_steps * length_factor**i) for i in range(cycles)]
+    peaks = [peak_value * peak_factor**i for i in range(cycles)]
+    parts = [
+        warmup_cosine(peak, warmup_steps, length, end_value, end_value)
+        for peak, length in zip(peaks, lengths, strict=True)
+    ]
+    return join_schedules(parts, [sum(lengths[: i + 1]) for i in range(cycles - 1)])

@@ -12,13 +12,14 @@ use has a zero gradient, not None as in ``torch.optim``: moments and weight deca
 # Annotations are values here, not strings: dataclasses of other modules inherit the fields.
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from functional_cg.ambient.running import hand_back
 from functional_cg.optim.algebra.base import (
+    EmptyState,
     GradientTransformation,
     Optimizer,
     OptState,
@@ -87,7 +88,10 @@ class Fused(Alias):
 
     def _step(self, grads: Updates, state: OptState, params: Params) -> tuple[Params, OptState]:
         lr, last = scale_by_learning_rate(self.learning_rate).rate(state[-1])
-        moments, rest = (state[0], state[1:-1]) if len(state) > 1 else (None, ())
+        at = next(
+            (i for i, link in enumerate(self.links[:-1]) if cast("Any", link).keeps is not EmptyState), None
+        )
+        moments = None if at is None else state[at]
         kept = {} if moments is None else moments._asdict()
         count = kept.pop("count") + 1 if "count" in kept else None
         numbers = {key: getattr(self, name) for name, key in self.names.items()}
@@ -111,7 +115,8 @@ class Fused(Alias):
 
         flags = resolve_flags(getattr(self, "mask", None), params)
         new, *values = _fused.run_on_trees(call, [params, grads, *kept.values()], flags)
-        if moments is None:
-            return new, (last,)
+        if at is None or moments is None:
+            return new, (*state[:-1], last)
         counted = {} if count is None else {"count": count}
-        return new, (moments._replace(**dict(zip(kept, values, strict=True)), **counted), *rest, last)
+        moved = moments._replace(**dict(zip(kept, values, strict=True)), **counted)
+        return new, (*state[:at], moved, *state[at + 1 : -1], last)

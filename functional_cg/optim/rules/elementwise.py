@@ -16,6 +16,7 @@ from functional_cg.optim.algebra.base import (
     Params,
     Scalar,
     ScalarOrSchedule,
+    StepFn,
     Updates,
     full_like_tree,
     require,
@@ -28,8 +29,8 @@ from functional_cg.optim.rules.aliases import Alias, Fused
 class sgd(Fused):
     r"""Stochastic gradient descent: ``t <- momentum * t + g``, ``p <- p - learning_rate * t``.
 
-    With ``nesterov``, ``p <- p - learning_rate * (g + momentum * t)``. For L2 regularization, put
-    ``add_decayed_weights`` before it in a ``chain``. ``step`` runs ``aten._fused_sgd``.
+    With ``nesterov``, ``p <- p - learning_rate * (g + momentum * t)``. With ``weight_decay``, ``g`` is ``g +
+    weight_decay * p`` (L2 regularization). ``step`` runs ``aten._fused_sgd``, unless the decay is in the state.
 
     Source: ``torch.optim.SGD``, ``optax.sgd``; Sutskever et al. 2013.
 
@@ -37,6 +38,8 @@ class sgd(Fused):
       learning_rate: Number, f32[], or schedule.
       momentum: In [0, 1).
       nesterov: Look one step ahead; needs momentum.
+      weight_decay: Number or f32[].
+      mask: Which leaves decay, as in :class:`add_decayed_weights`.
 
     Example:
       >>> import torch
@@ -50,6 +53,8 @@ class sgd(Fused):
 
     momentum: Scalar = 0.0
     nesterov: bool = False
+    weight_decay: Scalar = 0.0
+    mask: Mask = None
 
     packet = torch.ops.aten._fused_sgd
     names = MappingProxyType({"momentum": "momentum", "nesterov": "nesterov"})
@@ -58,17 +63,22 @@ class sgd(Fused):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(not self.nesterov or _moves(self.momentum), "sgd: nesterov=True needs momentum above 0")
+        require(not self.nesterov or _acts(self.momentum), "sgd: nesterov=True needs momentum above 0")
 
     @property
     def links(self) -> tuple[GradientTransformation, ...]:
-        moving = (trace(self.momentum, self.nesterov),) if _moves(self.momentum) else ()
-        return *moving, scale_by_learning_rate(self.learning_rate)
+        decay = (add_decayed_weights(self.weight_decay, self.mask),) if _acts(self.weight_decay) else ()
+        moving = (trace(self.momentum, self.nesterov),) if _acts(self.momentum) else ()
+        return *decay, *moving, scale_by_learning_rate(self.learning_rate)
+
+    @property
+    def step(self) -> StepFn | None:
+        return None if isinstance(self.weight_decay, Tensor) else super().step
 
 
-def _moves(momentum: Scalar) -> bool:
-    """Whether a momentum needs a trace: it is not the number 0."""
-    return isinstance(momentum, Tensor) or momentum != 0
+def _acts(number: Scalar) -> bool:
+    """Whether a number needs a link: it is not 0."""
+    return isinstance(number, Tensor) or number != 0
 
 
 class ScaleByRssState(NamedTuple):
@@ -213,7 +223,7 @@ class rmsprop(Alias):
 
     @property
     def links(self) -> tuple[GradientTransformation, ...]:
-        moving = (trace(self.momentum),) if _moves(self.momentum) else ()
+        moving = (trace(self.momentum),) if _acts(self.momentum) else ()
         return self._made(scale_by_rms), *moving, scale_by_learning_rate(self.learning_rate)
 
 

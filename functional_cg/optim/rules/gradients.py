@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_cg import tree
+from functional_cg.optim.algebra.arguments import are_numbers
 from functional_cg.optim.algebra.arithmetic import leaf_norms, norm, placed_like, whole
 from functional_cg.optim.algebra.base import (
     Link,
@@ -16,6 +17,8 @@ from functional_cg.optim.algebra.base import (
     Params,
     Scalar,
     Updates,
+    device_of,
+    require,
 )
 from functional_cg.optim.rules import fused as _fused
 
@@ -175,14 +178,14 @@ class freeze(Link):
         return torch.zeros_like(u)
 
 
-def global_norm(updates: Updates) -> Tensor:
-    """L2 norm over all leaves together, on the device.
+def global_norm(updates: Updates, order: float = 2) -> Tensor:
+    """Norm over all leaves together, on the device: L2, or of another positive order up to ``math.inf``.
 
     Each leaf's norm is computed in its dtype (float32 or wider), and the norm of those norms in float64, so the result
     does not depend on the number of leaves; the last bits still differ from the norm of one flat vector.
 
     Returns:
-      f64[] on the device of the first leaf; 0 for a tree without leaves.
+      f64[] on the device of the first leaf; 0 for a tree without elements.
 
     Example:
       >>> import torch
@@ -190,12 +193,12 @@ def global_norm(updates: Updates) -> Tensor:
       >>> optim.global_norm({"w": torch.tensor([3.0]), "b": torch.tensor(4.0)})
       tensor(5., dtype=torch.float64)
     """
-    flat = tree.leaves(updates)
+    flat = [leaf for leaf in tree.leaves(updates) if leaf.numel()]  # of no elements, there is no largest one
     if not flat:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device=device_of(updates))
 
-    stacked = torch.stack([_fused.beside(norm, flat[0]) for norm in leaf_norms(flat)])
-    norm: Tensor = torch.linalg.vector_norm(stacked, dtype=torch.float64)
+    stacked = torch.stack([_fused.beside(norm, flat[0]) for norm in leaf_norms(flat, order)])
+    norm: Tensor = torch.linalg.vector_norm(stacked, order, dtype=torch.float64)
     return norm
 
 
@@ -209,6 +212,9 @@ class clip_by_global_norm(Link):
 
     Attributes:
       max_norm: Positive number, or f32[].
+      order: Of the norm, positive; ``math.inf`` for the largest element.
+    Raises:
+      ValueError: If a number is out of range.
 
     Example:
       >>> import torch
@@ -219,6 +225,12 @@ class clip_by_global_norm(Link):
     """
 
     max_norm: Scalar
+    order: float = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        are_numbers("clip_by_global_norm", order=self.order)
+        require(self.order > 0, f"clip_by_global_norm: order must be positive, got {self.order}")
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None
@@ -226,7 +238,7 @@ class clip_by_global_norm(Link):
         flat, treedef = tree.flatten(updates)
         if not flat:
             return updates, state
-        factor = self.max_norm / global_norm(flat).clamp(min=self.max_norm)
+        factor = self.max_norm / global_norm(flat, self.order).clamp(min=self.max_norm)
 
         def rescale(columns: Any, _: Any) -> tuple[Any]:
             leaf = columns[0][0]

@@ -1,4 +1,4 @@
-"""Wrappers: ``lookahead`` and ``schedule_free`` around an optimizer, ``sam`` around a gradient."""
+"""Wrappers: ``lookahead``, ``ema`` and ``schedule_free`` around an optimizer, ``sam`` around a gradient."""
 
 # Annotations are values here, not strings: dataclasses of other modules inherit the fields.
 from collections.abc import Callable, Iterator
@@ -135,6 +135,55 @@ class lookahead(Around):
             for others in (state.slow, fast)
         )
         return new, LookaheadState(count, slow, inner_state)
+
+
+class EmaState(NamedTuple):
+    """State of :class:`ema`."""
+
+    ema: Params  # the average, like params, in f32 or wider
+    inner_state: OptState
+
+
+@dataclass(frozen=True)
+class ema(Around):
+    """Keep an exponential moving average of the parameters: ``ema <- decay * ema + (1 - decay) * p``.
+
+    ``inner`` runs unchanged, with its fused op if it has one. The average begins at the parameters, is float32 or
+    wider, and is sharded as the moments are. It is ``state.opt_state.ema``, a tree like ``state.params``: evaluate it,
+    ``apply(state.opt_state.ema, state.buffers, x)``, or load it from a run,
+    ``fcg.load("run", model, part="opt_state.ema")``. The average of a complex parameter has its real and imaginary
+    parts side by side in the last axis.
+
+    State: the average, like params; that of ``inner``.
+
+    Source: Polyak and Juditsky 1992; ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn``.
+    ``optax.ema`` averages gradients.
+
+    Attributes:
+      inner: The optimizer, with all that belongs to it: ``ema(chain(clip, adamw), 0.999)``.
+      decay: In [0, 1): how much of the average stays.
+    Raises:
+      ValueError: If a number is out of range.
+
+    Example:
+      >>> import torch, functional_cg as fcg
+      >>> optimizer = fcg.optim.ema(fcg.optim.sgd(1.0), decay=0.5)
+      >>> state = fcg.TrainState.create(params={"w": torch.tensor([4.0])}, optimizer=optimizer)
+      >>> step = fcg.graph_step(lambda state, grad: (state.apply_gradients({"w": grad}), {}))
+      >>> state, _ = step(state, torch.tensor([2.0]))
+      >>> fcg.snapshot(state.params), fcg.snapshot(state.opt_state.ema)
+      ({'w': tensor([2.])}, {'w': tensor([3.])})
+    """
+
+    decay: Scalar = 0.999
+
+    def init(self, params: Params) -> EmaState:
+        average = tree.map(lambda p: p.to(torch.promote_types(p.dtype, torch.float32), copy=True), params)
+        return EmaState(average, self.inner.init(params))
+
+    def advance(self, grads: Updates, state: EmaState, params: Params) -> tuple[Params, EmaState]:
+        new, inner_state = step_or_update(self.inner, grads, state.inner_state, params)
+        return new, EmaState(interpolated(1 - self.decay, state.ema, new), inner_state)
 
 
 class ScheduleFreeState(NamedTuple):

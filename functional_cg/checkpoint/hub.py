@@ -1,0 +1,87 @@
+"""A folder as Hugging Face's libraries write it: one safetensors file, or several and an index of their names."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+__all__ = ["files_in", "index", "shards"]
+
+_INDEX = ".safetensors.index.json"
+
+
+def files_in(folder: Path) -> dict[Path, set[str] | None]:
+    """Return the files of a folder, with the names that each has to hold; None if there is no index.
+
+    Raises:
+      OSError: If the index cannot be read.
+      ValueError: If several files could be meant, or the index is none.
+    """
+    whole, indices = (sorted(folder.glob(f"*{end}")) for end in (".safetensors", _INDEX))
+    if not indices and len(whole) < 2:
+        return dict.fromkeys(whole)
+    if len(indices) != 1 or indices[0] in map(_index_of, whole):
+        names = ", ".join(path.name for path in [*indices, *whole][:5])
+        raise ValueError(
+            f"fcg.load: {folder} holds several safetensors files that could be meant: {names}.\n"
+            "To fix: name one, `fcg.load(file, state)`; or delete what is left of another save."
+        )
+    try:
+        weights: dict[str, str] = json.loads(indices[0].read_bytes())["weight_map"]
+        strange = [name for name in weights.values() if Path(name).name != name]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"fcg.load: {indices[0]} is no index of safetensors files.") from error
+    if strange:
+        raise ValueError(f"fcg.load: {indices[0]} names a file outside of its folder, {strange[0]!r}.")
+    files: dict[Path, set[str] | None] = {}
+    for file in dict.fromkeys(weights.values()):
+        files[folder / file] = {name for name, other in weights.items() if other == file}
+    return files
+
+
+def shards(target: Path, tensors: dict[str, Tensor], limit: int | None) -> dict[Path, dict[str, Tensor]]:
+    """Return what each file holds: at most ``limit`` bytes, or one tensor; with an index if there are several.
+
+    Raises:
+      FileExistsError: If there is a file already that would be read instead, or be mixed with these.
+      TypeError: If ``limit`` is no number of bytes.
+    """
+    if limit is None:
+        return {target: tensors}
+    if type(limit) is not int or limit < 1:
+        raise TypeError(
+            f"fcg.save: shard_bytes must be a positive number of bytes, got {limit!r}.\n"
+            "To fix: `shard_bytes=5_000_000_000`."
+        )
+    there = [path for path in (target, _index_of(target)) if path.exists()]
+    if there:
+        what = "fcg.save: several files are not written over others; delete it, or name another folder"
+        raise FileExistsError(errno.EEXIST, what, str(there[0]))
+    parts: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        size += tensor.nbytes
+        if parts[-1] and size > limit:
+            parts.append({})
+            size = tensor.nbytes
+        parts[-1][name] = tensor
+    stem, count = target.name.removesuffix(".safetensors"), len(parts)
+    names = [f"{stem}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    files = [target.with_name(name) for name in names] if count > 1 else [target]
+    return dict(zip(files, parts, strict=True))
+
+
+def index(target: Path, files: Mapping[Path, dict[str, Tensor]]) -> tuple[Path, bytes]:
+    """Return where the index of several files lies, and its text."""
+    weights = {name: file.name for file, part in files.items() for name in part}
+    total = sum(tensor.nbytes for part in files.values() for tensor in part.values())
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2)
+    return _index_of(target), text.encode()
+
+
+def _index_of(target: Path) -> Path:
+    return target.with_name(target.name.removesuffix(".safetensors") + _INDEX)
