@@ -17,12 +17,10 @@ States:
 
   TrainState        parameters, optimizer state, buffers, key and step count
   place             copy any pytree into a state
-  fork              copy a state into an independent one
-  snapshot          copy a state to ordinary tensors
+  fork, snapshot    copy a state into an independent one; to ordinary tensors
   sleep, wake       send a state's memory on the device away between phases; bring it back at the same addresses
   save, load        write a state to a safetensors file; read a file or folder, or a part of it, into a state or module
-  state_dict        copy a state to the host, under dotted names
-  load_state_dict   write such a dict into a state
+  state_dict, load_state_dict   copy a state to the host, under dotted names; write such a dict into a state
   checkpoints, Checkpoints   a folder of complete checkpoints, sharded, written beside the training
 
 Inside of a step:

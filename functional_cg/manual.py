@@ -40,4 +40,5 @@ def _is_listed(cls: type, name: str) -> bool:
     if isinstance(value, classmethod):
         return True
     elsewhere = any(isinstance(one, Documented) for one in owners if one is not cls)
-    return hasattr(value, "__get__") and not isinstance(value, MemberDescriptorType) and not elsewhere
+    is_field = isinstance(value, (MemberDescriptorType, property))
+    return hasattr(value, "__get__") and not is_field and not elsewhere
