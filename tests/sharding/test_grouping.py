@@ -25,7 +25,7 @@ RANKS = 2
 DEVICES = (torch.device("cpu"), torch.device("cuda"))  # where they run one at a time, and side by side
 
 
-many = hypothesis.settings(max_examples=8 * hypothesis.settings().max_examples)
+many = hypothesis.settings(max_examples=40 * hypothesis.settings().max_examples)
 
 
 # -- cutting a sequence -------------------------------------------------------------------------------------------
