@@ -207,7 +207,7 @@ class Report:
     values: tuple[Var, ...]
 
     def __str__(self) -> str:
-        return f"{self.func.__name__.split('.')[0]}({', '.join(map(repr, self.args))})"
+        return f"{self.func.__name__.split('.')[0]}({', '.join(repr(one) for one in self.args if one is not None)})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,13 +25,13 @@ __all__ = ["TAP", "Taps", "tap"]
 # The registration lives as long as this module.
 _library = torch.library.Library("fcg", "FRAGMENT")
 # With `rows`, one name a line, the value has a row for each.
-_library.define("tap(str name, str rows, int keep, Tensor[] values) -> ()")
+_library.define("tap(str name, str? rows, int keep, Tensor[] values) -> ()")
 
 
 _listener: ContextVar[Taps | None] = ContextVar("listener", default=None)
 
 
-def _record(name: str, rows: str, keep: int, values: Sequence[Tensor]) -> None:
+def _record(name: str, rows: str | None, keep: int, values: Sequence[Tensor]) -> None:
     """Record a value in an eager run; a trace records the call instead, and outside a step there is no listener."""
     taps = _listener.get()
     if taps is not None:
@@ -39,7 +39,7 @@ def _record(name: str, rows: str, keep: int, values: Sequence[Tensor]) -> None:
 
 
 def _batched(
-    info: Any, in_dims: Any, name: str, rows: str, keep: int, values: Sequence[Tensor]
+    info: Any, in_dims: Any, name: str, rows: str | None, keep: int, values: Sequence[Tensor]
 ) -> tuple[None, None]:
     """Tap under ``vmap``: the values of the whole batch at once, batch dimension first."""
     del info
@@ -96,7 +96,7 @@ def tap(name: str, x: Tensor, *, keep: int = 1) -> None:
     with ordinary():  # a copy, since the step may write to it later
         without_gradients()
         value = owned(x).detach().clone()
-    TAP(name, "", keep, [value])
+    TAP(name, None, keep, [value])
 
 
 class Taps(Mapping[str, Tensor]):
@@ -110,19 +110,19 @@ class Taps(Mapping[str, Tensor]):
         self._tables: dict[str, deque[Tensor]] = {}
         self._rows: dict[str, str] = {}  # of the tables
 
-    def record(self, name: str, rows: str, keep: int, values: Sequence[Tensor]) -> None:
+    def record(self, name: str, rows: str | None, keep: int, values: Sequence[Tensor]) -> None:
         """Record a value; earlier values with other rows, another shape, dtype or ``keep`` are dropped."""
         (value,) = values
-        rings = self._tables if rows else self._rings
+        rings = self._rings if rows is None else self._tables
         ring = rings.get(name)
         if (
             ring is None
-            or (rows and self._rows[name] != rows)
+            or (rows is not None and self._rows[name] != rows)
             or ring.maxlen != keep
             or (ring[-1].shape, ring[-1].dtype) != (value.shape, value.dtype)
         ):
             ring = rings[name] = deque(maxlen=keep)
-            if rows:
+            if rows is not None:
                 self._rows[name] = rows
         ring.append(value)
 
