@@ -78,7 +78,7 @@ def alarm(text: str, when: Tensor) -> None:
       ...     fcg.alarm("the input is negative", x.amin() < 0)
       ...     return {"sum": state["sum"] + x.sum()}, {}
       >>> state = fcg.place({"sum": torch.tensor(0.0)})
-      >>> with warnings.catch_warnings(record=True) as seen:
+      >>> with warnings.catch_warnings(record=True, action="always") as seen:
       ...     for x in (1.0, -1.0, -2.0):
       ...         state, _ = step(state, torch.tensor([x]))
       >>> print(*(one.message for one in seen))
