@@ -2,17 +2,20 @@
 
 Each system trains the same members, which differ in their initial values and rates, on the same batches. A row says how
 long one step of all members takes: of one graph over all (``sweep``), of one captured step that runs on the state of
-one member after another (``loop``), of ``jax.vmap`` under ``jax.jit`` with a donated state, and of ``torch.func.vmap``
-under ``torch.compile``. The systems take turns; the losses of all are compared first.
+one member after another (``loop``), of a process for each member with a captured step of its own (``processes``), of
+``jax.vmap`` under ``jax.jit`` with a donated state, and of ``torch.func.vmap`` under ``torch.compile``. The systems take
+turns; the losses of all are compared first.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,8 +49,10 @@ def _rates(work: Workload, count: int) -> list[float]:
     return [work.learning_rate * (1 + number) / count for number in range(count)]
 
 
-def _of_ours(work: Workload, rates: Sequence[float], device: torch.device) -> tuple[Any, list[Any]]:
-    """Return the step of one member, and their states."""
+def _of_ours(
+    work: Workload, rates: Sequence[float], device: torch.device
+) -> tuple[Any, Callable[[int], Any]]:
+    """Return the step of one member, and what makes the state of each."""
     optimizer = fcg.optim.inject_hyperparams(fcg.optim.adamw)(
         learning_rate=work.learning_rate, b1=BETAS[0], b2=BETAS[1], eps=EPS, weight_decay=work.weight_decay
     )
@@ -64,11 +69,12 @@ def _of_ours(work: Workload, rates: Sequence[float], device: torch.device) -> tu
         state = fcg.TrainState.create(params=params, optimizer=optimizer, buffers=buffers)
         return fcg.optim.set_hyperparams(state, learning_rate=rates[number])
 
-    return train_step, [create(number) for number in range(len(rates))]
+    return train_step, create
 
 
 def _sweep(work: Workload, rates: Sequence[float], device: torch.device, batches: Sequence[Batch]) -> System:
-    train_step, members = _of_ours(work, rates, device)
+    train_step, create = _of_ours(work, rates, device)
+    members = [create(number) for number in range(len(rates))]
     step, held = fcg.graph_step(fcg.sweep(train_step)), [fcg.tree.stack(members)]
 
     def run(batch: Batch) -> Any:
@@ -79,8 +85,8 @@ def _sweep(work: Workload, rates: Sequence[float], device: torch.device, batches
 
 
 def _loop(work: Workload, rates: Sequence[float], device: torch.device, batches: Sequence[Batch]) -> System:
-    train_step, states = _of_ours(work, rates, device)
-    step = fcg.graph_step(train_step)
+    train_step, create = _of_ours(work, rates, device)
+    step, states = fcg.graph_step(train_step), [create(number) for number in range(len(rates))]
 
     def run(batch: Batch) -> Any:
         losses = []
@@ -90,6 +96,46 @@ def _loop(work: Workload, rates: Sequence[float], device: torch.device, batches:
         return torch.stack(losses)
 
     return System("loop", run, there(batches, device), waiter(device), step.close)
+
+
+def _processes(
+    work: Workload, rates: Sequence[float], device: torch.device, batches: Sequence[Batch]
+) -> System:
+    """A process for each member: the steps of a turn are made when somebody waits for them, by all at once."""
+    context, pipes, asked = multiprocessing.get_context("spawn"), list[Any](), list[int]()
+    for number in range(len(rates)):
+        mine, others = context.Pipe()
+        context.Process(target=_alone, args=(work, rates, device, number, others), daemon=True).start()
+        pipes.append(mine)
+
+    def losses() -> list[float]:
+        for pipe in pipes:
+            pipe.send([*asked])
+        asked.clear()
+        return [pipe.recv() for pipe in pipes]
+
+    def run(batch: int) -> Any:
+        asked.append(batch)
+        return SimpleNamespace(tolist=losses)
+
+    def close() -> None:
+        for pipe in pipes:
+            pipe.send(None)
+
+    return System("processes", run, list(range(len(batches))), lambda: [losses()], close)
+
+
+def _alone(work: Workload, rates: Sequence[float], device: torch.device, number: int, pipe: Any) -> None:
+    """Train one member in a process of its own, until the pipe says that it is over."""
+    torch.set_num_threads(1)
+    train_step, create = _of_ours(work, rates, device)
+    step, state, batches = fcg.graph_step(train_step), create(number), there(work.batches(BATCHES), device)
+    while (asked := pipe.recv()) is not None:
+        loss = torch.zeros(())
+        for batch in asked:
+            state, metrics = step(state, batches[batch])
+            loss = metrics["loss"]
+        pipe.send(float(loss))
 
 
 def _functional(
@@ -168,7 +214,22 @@ def _jax(work: Workload, rates: Sequence[float], device: torch.device, batches: 
     return System("jax", run, given, lambda: jax.block_until_ready(held["losses"]), held.clear)
 
 
-SYSTEMS = {"sweep": _sweep, "loop": _loop, "jax": _jax, "functional": _functional}
+SYSTEMS = {
+    "sweep": _sweep,
+    "loop": _loop,
+    "processes": _processes,
+    "jax": _jax,
+    "functional": _functional,
+}
+
+
+def _used(device: torch.device) -> int:
+    """Return the bytes of the device that anybody uses, other processes and what is kept in reserve included."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 def _rows(work: Workload, names: Sequence[str], count: int, device: torch.device) -> list[dict[str, Any]]:
@@ -178,7 +239,7 @@ def _rows(work: Workload, names: Sequence[str], count: int, device: torch.device
     expected: list[Any] = []
     for name in names:
         row = rows[name] = {"workload": work.name, "members": count, "system": name}
-        start, before = time.perf_counter(), torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        start, before = time.perf_counter(), _used(device)
         try:
             system = SYSTEMS[name](work, rates, device, batches)
             losses = [torch.as_tensor(system.step(batch).tolist()) for batch in system.batches[:_LOSSES]]
@@ -188,7 +249,7 @@ def _rows(work: Workload, names: Sequence[str], count: int, device: torch.device
         print(f"{work.name}, {count} members: {name} is ready", file=sys.stderr, flush=True)
         row["first_s"] = round(time.perf_counter() - start, 2)
         if device.type == "cuda":
-            row["mib"] = round((torch.cuda.memory_allocated() - before) / 2**20, 1)
+            row["mib"] = round((_used(device) - before) / 2**20, 1)
         expected = expected or losses
         row["apart"] = max(
             float(((one - other) / other).abs().max()) for one, other in zip(losses, expected, strict=True)
