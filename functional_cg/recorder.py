@@ -189,7 +189,7 @@ class Recorder(Generic[P, R], metaclass=Documented):
         return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Make a call of the step, and record it. If it raises, nothing is recorded."""
+        """Make a call of the step, and record it; one that raises is recorded if there is a new state, `.latest()`."""
         if inside_a_step():
             raise CaptureError.of(
                 self.step._name,
@@ -218,18 +218,27 @@ class Recorder(Generic[P, R], metaclass=Documented):
             if self._again is None:
                 with stream:
                     kept = self._kept(span, number - span.start, given, named)
-            result: Any = self.step(state, *given, **named)
+            try:
+                result: Any = self.step(state, *given, **named)
+            except BaseException:
+                if isinstance(state, Handle) and (new := state.latest())._generation > state._generation:
+                    self._append(span, number, kept, new)  # the state is new: an alarm raised, or a print
+                raise
+        self._append(span, number, kept, result[0])
+        return self._verified(span, result) if self._verify and begins else result
+
+    def _append(self, span: _Span, number: int, kept: _Given | None, new: Any) -> None:
+        """Add a call to the recording, in place of the calls that followed there."""
         while self._spans and self._spans[-1].start >= number and self._spans[-1] is not span:
             self._spans.pop()
         if self._spans:
             del self._spans[-1].inputs[number - self._spans[-1].start :]
-        if begins:
+        if span not in self._spans:
             if len(self._spans) == self._spans.maxlen:
                 self._spare = _Span(0, state=self._spans[0].state, shelves=self._spans[0].shelves)
             self._spans.append(span)
         span.inputs.append(kept)
-        self._note(result[0], number + 1)
-        return self._verified(span, result) if self._verify and begins else result
+        self._note(new, number + 1)
 
     def rewind(self, state: Any, number: int) -> Any:
         """Return the state as it was before a call; donates the state that is passed in.
@@ -301,6 +310,8 @@ class Recorder(Generic[P, R], metaclass=Documented):
 
     def find(self, state: Any, predicate: Callable[[Any, Any], Any]) -> tuple[Any, int | None]:
         """Find the first call after which something is true, and remains so.
+
+        A comparison with NaN is false: to find a loss that is above 6 or NaN, ask for ``~(metrics["loss"] <= 6)``.
 
         Looks at the calls whose states are kept and at the last one, by bisection, and then at each call in between.
 

@@ -15,6 +15,7 @@ import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
 
 CALLS = 16
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 LOWERINGS = [
     ("cpu", "aten"),
     pytest.param("cpu", "inductor", marks=pytest.mark.kernels),
@@ -181,7 +182,7 @@ def test_members_of_a_sweep_have_the_numbers_that_they_have_alone() -> None:
         assert mine.modules == one.statistics.modules
         torch.testing.assert_close(mine.values, one.statistics.values, rtol=1e-3, atol=1e-5)
     assert "3 members" in str(step.statistics)
-    with pytest.raises(IndexError, match="no sweep"):
+    with pytest.raises(IndexError, match="no member 0: the step has 0 members"):
         alone[0].statistics.member(0)
 
 
@@ -228,6 +229,64 @@ def test_models_and_parameters_outside_of_modules_have_rows_of_their_own() -> No
     assert step.statistics.values[-1, modules.index("scale")].tolist() == [-1, -1, -1, -1, 2, 0]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("eager", [False, True], ids=["captured", "eager"])
+def test_two_states_of_one_kind_have_rows_of_their_own(device: str, eager: bool) -> None:
+    """Their names are the same in each capture, and in eager runs; what has no gradient has no number."""
+    first, second = (fcg.from_module(nn.Sequential(nn.Linear(4, 4)).to(device)) for _ in range(2))
+
+    def train_step(state: Any, x: Tensor) -> Any:
+        new = {}
+        if "a" in state:
+            grads = fcg.grad(lambda p: first[0](p, {}, x)[0].square().mean())(state["a"].params)
+            new["a"] = state["a"].apply_gradients({**grads, "0.bias": None})
+        grads = fcg.grad(lambda p: 1e3 * second[0](p, {}, x)[0].square().mean())(state["b"].params)
+        new["b"] = state["b"].apply_gradients(grads)
+        return new, {}
+
+    def create(one: Any, times: float) -> Any:
+        params = {name: leaf * times for name, leaf in one[1].items()}
+        return fcg.TrainState.create(params=params, optimizer=fcg.optim.sgd(1e-9))
+
+    step, x = (
+        fcg.graph_step(fcg.statistics(train_step, keep=4), max_captures=2),
+        torch.ones(2, 4, device=device),
+    )
+    both = fcg.place({"a": create(first, 1.0), "b": create(second, 10.0)})
+    alone = fcg.place({"b": create(second, 10.0)})
+    run = step.eager if eager else step
+    both, _ = run(both, x)
+    run(alone, x)
+    both, _ = run(both, x)
+    found = step.statistics
+    rows = ["Sequential.0", "Sequential", "0", "Sequential#2.0", "Sequential#2", "0, update 2"]
+    assert list(found.modules) == rows
+    assert found.calls == (0, 1, 2)
+    assert found("rms").isnan()[:, 0].tolist() == [False, True, False]
+    assert not found("rms")[:, 3].isnan().any()
+    first_weights, second_weights = found("weight")[:, 2], found("weight")[:, 5]
+    assert first_weights.isnan().tolist() == [False, True, False]
+    expected = torch.cat([leaf.flatten() for leaf in second[1].values()]).double().norm()
+    torch.testing.assert_close(second_weights / 10, expected.cpu().expand(3), rtol=1e-5, atol=1e-5)
+
+
+def test_records_of_one_call_stand_together() -> None:
+    apply, state = created()
+
+    def of_slices(state: Any, x: Tensor) -> Any:
+        loss = lambda params, x: loss_of(apply(params, state.buffers, x)[0])  # noqa: E731
+        _, grads = fcg.microbatches(4)(fcg.value_and_grad(loss))(state.params, x)
+        return state.apply_gradients(grads), {}
+
+    step = fcg.graph_step(fcg.statistics(of_slices, keep=8))
+    for x in batches(3):
+        state, _ = step(state, x)
+    found = step.statistics
+    assert found.calls == (0, 1, 1, 1, 1, 2, 2, 2, 2)
+    assert found("rms")[:, 0].isnan().tolist() == [True] + [False] * 8
+    assert found("gradient")[:, 0].isnan().tolist() == [False, *[True] * 3, False, *[True] * 3, False]
+
+
 def test_what_is_not_finite_is_shown_and_drawn() -> None:
     from functional_cg import report
 
@@ -244,7 +303,9 @@ def test_what_is_not_finite_is_shown_and_drawn() -> None:
     ]
     (row,) = [line for line in text.splitlines() if line.startswith("    once")]
     assert row.split()[1:] == ["nan", "nan", "nan", *row.split()[4:]]
+    assert step.statistics("dead")[-1, list(step.statistics.modules).index("act")].isnan()
     assert "update/weight" in step.statistics._repr_html_()
+    assert len(report.statistics(step, "rms")) == 1
     axes = report.statistics(step.statistics, ["rms", "ratio"])
     assert [ax.get_title() for ax in axes] == ["outputs: root mean square", "norm of update / weight"]
     with pytest.raises(KeyError, match="'loss' is no column; there are rms"):
@@ -252,6 +313,8 @@ def test_what_is_not_finite_is_shown_and_drawn() -> None:
 
 
 def test_bad_arguments() -> None:
+    with pytest.raises(TypeError, match="expected a function, got int"):
+        fcg.statistics(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="is captured already"):
         fcg.statistics(fcg.graph_step(lambda state: (state, {})))
     with pytest.raises(ValueError, match="`keep` has to be an integer of 1 or more, got 0"):
@@ -266,9 +329,6 @@ def counting(state: Any, x: Tensor) -> Any:
     return {"sum": state["sum"] + x}, {}
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_alarm_goes_off_once_each_time_that_it_turns_true(device: str) -> None:
     step, state = fcg.graph_step(counting), fcg.place({"sum": torch.tensor(0.0, device=device)})
@@ -279,7 +339,7 @@ def test_an_alarm_goes_off_once_each_time_that_it_turns_true(device: str) -> Non
         step.close()
     ours = [one for one in seen if "negative" in str(one.message)]
     assert [str(one.message) for one in ours] == [
-        f"`counting`, call {number}: x is negative" for number in (2, 6, 8)
+        f"`counting`, call {number}: x is negative" for number in (1, 5, 7)
     ]
     assert {one.filename for one in ours} == {__file__}
 
@@ -288,7 +348,7 @@ def test_an_alarm_as_an_error_loses_no_state() -> None:
     step, state = fcg.graph_step(counting), fcg.place({"sum": torch.tensor(0.0)})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match="call 1: x is negative"):
+        with pytest.raises(UserWarning, match="call 0: x is negative"):
             step(state, torch.tensor(-1.0))
     assert float(state.latest()["sum"]) == -1
 
@@ -298,14 +358,47 @@ def test_an_alarm_of_an_eager_run_and_of_members() -> None:
     with pytest.warns(UserWarning, match="^x is negative$"):
         step.eager(state, torch.tensor(-1.0))
     swept = fcg.graph_step(fcg.sweep(counting, each="x"))
-    with pytest.warns(UserWarning, match="call 1: x is negative, of 2 of 4 members: 1, 3$"):
+    with pytest.warns(UserWarning, match="call 0: x is negative, of 2 of 4 members: 1, 3$"):
         swept({"sum": torch.zeros(4)}, torch.tensor([1.0, -1.0, 2.0, -2.0]))
+
+
+def test_alarms_of_a_loop_of_members_and_of_one_text() -> None:
+    """Each member is told once it turns true; in a loop an alarm is heard in order; one text is one alarm."""
+
+    def heard(step: Any, state: Any, *inputs: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for x in inputs:
+                state, _ = step(state, x)
+        return [str(one.message).partition(": ")[2] for one in seen]
+
+    several = fcg.graph_step(counting, steps_per_call=4)
+    start = fcg.place({"sum": torch.tensor(0.0)})
+    assert (
+        heard(several, start, torch.tensor([-1.0, -1.0, 1.0, -1.0]), -torch.ones(4)) == ["x is negative"] * 2
+    )
+    swept = fcg.graph_step(fcg.sweep(counting, each="x"))
+    found = heard(swept, {"sum": torch.zeros(3)}, *torch.tensor([[-1.0, 1, 1], [-1, -1, 1], [1, 1, -1]]))
+    assert found == [f"x is negative, of 1 of 3 members: {member}" for member in range(3)]
+
+    def twice(state: Any, x: Tensor) -> Any:
+        fcg.alarm("a", x > 0)
+        fcg.alarm("b", x > 0)
+        return state, {}
+
+    step, state = fcg.graph_step(twice), fcg.place({"sum": torch.tensor(0.0)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for text in ("a", "b"):
+            with pytest.raises(UserWarning, match=f"call 0: {text}"):
+                step(state.latest(), torch.tensor(1.0 - 2 * (text == "b")))
 
 
 @pytest.mark.parametrize(
     ("text", "when", "error", "words"),
     [
         (3, torch.tensor(True), TypeError, "`text` has to be a text, got 3"),
+        (torch.tensor(True), "high", TypeError, "got a tensor, which comes second"),
         ("high", 3 > 2, TypeError, "'high' needs a tensor, bool\\[\\], got bool"),
         ("high", torch.ones(3) > 2, fcg.LayoutError, "expected bool\\[\\] +got bool\\[3\\]"),
         ("high", torch.tensor(1.0), fcg.LayoutError, "expected bool\\[\\] +got f32\\[\\]"),

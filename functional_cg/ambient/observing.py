@@ -18,8 +18,8 @@ class Observer(Protocol):
     def output(self, module: nn.Module, value: Any) -> Tensor | None:
         """Return the numbers of what a module has just returned; None if it has none."""
 
-    def applied(self, model: str, paths: Sequence[str], numbers: Sequence[Tensor]) -> None:
-        """Take the numbers of a model's modules, in the order in which they have returned."""
+    def applied(self, model: Any, kind: str, paths: Sequence[str], numbers: Sequence[Tensor]) -> None:
+        """Take the numbers of the modules of a model of some class, in the order in which they have returned."""
 
     def updated(self, params: Any, grads: Any, new_params: Any) -> None:
         """Take what an optimizer was given, and what it returned."""

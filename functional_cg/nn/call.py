@@ -58,12 +58,14 @@ class Place:
 
     Args:
       module: Our private copy: a call of a submodule goes through here.
+      original: What stands for the module that was copied.
       model: Its name in the running trace.
       cuts: Names of the submodules with which a stage of a pipeline begins.
     """
 
-    def __init__(self, module: nn.Module, model: str, cuts: Set[str]) -> None:
-        self._name, self._model, self._cuts = type(module).__name__, model, cuts
+    def __init__(self, module: nn.Module, original: Any, model: str, cuts: Set[str]) -> None:
+        self._name, self._original = type(module).__name__, original
+        self._model, self._cuts = model, cuts
         self._trail: list[tuple[str, str]] = []
         self._draws: Counter[str] = Counter()
         self._began: dict[str, list[Counter[str]]] = {}  # the draws before each run of a submodule
@@ -121,7 +123,7 @@ class Place:
         """
         self._effects = effects
         if (seen := observer()) is not None and self._observed and not in_a_backward():
-            seen.applied(self._model, *map(list, zip(*self._observed, strict=True)))
+            seen.applied(self._original, self._name, *map(list, zip(*self._observed, strict=True)))
         for path, part in module.named_modules():
             vars(part)["_buffers"] = _Sealed(part._buffers, name, path)
 

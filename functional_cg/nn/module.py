@@ -245,7 +245,7 @@ class Apply(metaclass=Documented):
         def contents() -> Held:
             return {path: one for path, one in held(module).items() if path not in self._made}
 
-        called, place = title(module, self._method), Place(module, name, self._cuts)
+        called, place = title(module, self._method), Place(module, self._original, name, self._cuts)
         empty = {path: one for path, one in copies.items() if not one.numel()}
         effects, before = Effects(called, key, place, params, self._fixed, empty), contents()
         out = effects.run(function_of(module, self._method), args, kwargs)

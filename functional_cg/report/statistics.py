@@ -35,7 +35,7 @@ def statistics(
     1e-3. Red is what is not finite, white where there is nothing: modules without parameters have no gradient.
 
     Args:
-      values: ``step.statistics``, of a step that keeps some, ``fcg.statistics(train_step, keep=200)``.
+      values: A step or its ``step.statistics``, of a step that keeps some, ``fcg.statistics(train_step, keep=200)``.
       columns: What to draw, see :class:`functional_cg.step.statistics.Statistics`.
     Returns:
       The axes, one for each column.
@@ -57,6 +57,8 @@ def statistics(
       >>> [ax.get_title() for ax in report.statistics(step.statistics, ["rms", "gradient"])]
       ['outputs: root mean square', 'norm of the gradient']
     """
+    values = getattr(values, "statistics", values)  # of a step
+    columns = [columns] if isinstance(columns, str) else columns
     drawn = {column: values.column(column) for column in columns}
     if values.values.dim() != 3 or not values.values.numel() or not drawn:
         raise ValueError(
@@ -76,7 +78,8 @@ def statistics(
     every = -(-rows // _LABELS)
     for ax, (column, (numbers, present)) in zip(axes[0], drawn.items(), strict=True):
         _draw(ax, numbers.T.double(), present.T, share=column == "dead")
-        ax.set(title=_TITLES.get(column, column), xlabel="record")
+        ax.set(title=_TITLES.get(column, column), xlabel="call")
+        ax.set_xticks(*_calls(values.calls))
     axes[0][0].set_yticks(range(0, rows, every), values.modules[::every], fontsize=7)
     return list(axes[0])
 
@@ -92,3 +95,9 @@ def _draw(ax: Axes, numbers: Tensor, present: Tensor, *, share: bool) -> None:
     )  # beyond the scale: red
     image = ax.imshow(shown.numpy(), aspect="auto", interpolation="nearest", cmap=colors, norm=norm)
     ax.figure.colorbar(image, ax=ax, shrink=0.6)
+
+
+def _calls(numbers: Sequence[int]) -> tuple[list[int], list[str]]:
+    """Return the places of a few records, and the numbers of their calls."""
+    places = sorted({round(one * (len(numbers) - 1) / 4) for one in range(5)})
+    return places, [f"{numbers[place]:,}" for place in places]

@@ -5,6 +5,7 @@ A replay takes constant work in Python, whatever the size of the state: all of i
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -44,7 +45,7 @@ from ..state.arena import Arena, dtype_name
 from ..state.boundary import mesh_of
 from ..state.handle import Handle, Lease, fill
 from ..state.outline import Entry, branches_html, columns, count, listed, outline, size_text, tree_html
-from ..transforms.alarms import ALARM, Alarm
+from ..transforms.alarms import ALARM
 from ..transforms.debug import DEBUG_PRINT, show
 from ..transforms.taps import TAP, Taps
 from ..tree import path_string, structure_diff
@@ -125,9 +126,8 @@ class Captured(metaclass=Documented):
         self._printed: list[tuple[Callable[..., None], slice]] = [
             (partial(show, *line.args), place) for line, place in reported(lowered.program, DEBUG_PRINT)
         ]
-        self._alarms = [
-            (Alarm(lowered.name, *one.args), place.start) for one, place in reported(lowered.program, ALARM)
-        ]
+        self._taps, alarms = taps, reported(lowered.program, ALARM)
+        self._alarms = [(taps.alarm(lowered.name, *one.args), place.start) for one, place in alarms]
         self._build = output_builder(lowered.program)
         lowered.guards.groups.hold(self)
 
@@ -189,6 +189,7 @@ class Captured(metaclass=Documented):
             lease, generation = state._lease, state._generation
             static = self._launch((partial(setitem, lease.cell, 0, generation + 1),))
         self._stats.replays += 1
+        self._taps.calls += 1
         tensors = static if self._fresh else copy_out(static)
         for record, place in self._tapped:
             record(tensors[place])
@@ -209,7 +210,9 @@ class Captured(metaclass=Documented):
         for show_line, place in self._printed:
             show_line(tensors[place])
         for one, at in self._alarms:
-            one.hear(self._stats.replays, tensors[at])
+            one.hear(self._taps.calls, tensors[at])
+        for one, _ in self._alarms:
+            one.catch_up(wait=False)
         try:
             result = self._build(tensors)
         except Exception as error:
@@ -245,8 +248,9 @@ class Captured(metaclass=Documented):
     def close(self) -> None:
         """Free the capture; the arenas live as long as their handles."""
         self.replay.close()
-        for one, _ in self._alarms:
-            one.catch_up(wait=True)
+        with contextlib.ExitStack() as last:  # each, even if a warning raises
+            for one, _ in self._alarms:
+                last.callback(one.catch_up, wait=True)
 
     def __repr__(self) -> str:
         return f"<Captured on {self}>"

@@ -71,7 +71,10 @@ class Nonfinite(Report):
 
     def report(self) -> Sequence[Part]:
         if not self:
-            return [f"{self.function}: all results are finite", *(f"  but for {one}" for one in self.given)]
+            if not self.given:
+                return [f"{self.function}: all results are finite"]
+            title = f"{self.function}: no call makes a NaN or an infinity; what is not finite is older:"
+            return [title, *(f"  {one}" for one in self.given)]
         more = f" and {len(self.results) - _NAMED:,} more" if len(self.results) > _NAMED else ""
         name = self.function if self.number is None else f"{self.function}, call {self.number:,}"
         title = f"{name}: not finite: {', '.join(self.results[:_NAMED])}{more}"

@@ -24,13 +24,17 @@ _library.define("alarm(str text, Tensor[] values) -> ()")
 
 
 def _warn(text: str, flags: Tensor, when: str = "") -> None:
-    """Warn at the user's line if a flag is true; of a batch of flags, say which."""
+    """Warn at the user's line if a flag is true; of the flags of members, say whose."""
     if not bool(flags.any()):
         return
     which = ""
     if flags.dim():
-        on = flags.nonzero().flatten().tolist()
-        which = f", of {len(on):,} of {flags.numel():,} members: {', '.join(map(str, on[:_NAMED]))}"
+        on = (
+            flags.flatten(1).any(1).nonzero().flatten().tolist()
+            if flags.dim() > 1
+            else flags.nonzero().flatten().tolist()
+        )
+        which = f", of {len(on):,} of {len(flags):,} members: {', '.join(map(str, on[:_NAMED]))}"
         which += ", …" if len(on) > _NAMED else ""
     message, place = f"{when}{text}{which}", locate()
     if place is None:
@@ -58,11 +62,13 @@ _NAMED = 8  # members that a warning names
 def alarm(text: str, when: Tensor) -> None:
     """Warn on the host when a condition inside a step becomes true, without ever waiting for the device.
 
-    The condition leaves the step along with its metrics. A warning, with the number of the call, follows as soon as the
-    device has computed it, at the latest when the step is closed: some calls later if the host is ahead. It is given
-    when the condition turns true, and again only after it was false. In an eager run it is given at once, as of a
-    ``UserWarning``; with ``python -W error`` the call that notices it raises, and ``state.latest()`` is the new state.
-    Under ``vmap`` and in a sweep, the warning names the members.
+    The condition leaves the step along with its metrics. A ``UserWarning`` with the number of the call, counted from 0,
+    follows as soon as the device has computed it, at the latest when the step is closed: some calls later if the host is
+    ahead. It is given when the condition turns true, and again only after it was false; all alarms of one text are one.
+    An eager run warns at once. With ``python -W error``, the call that notices it raises, and ``state.latest()`` is the
+    new state; a recorder has recorded that call. In a sweep, and under ``vmap``, the warning names the members for which
+    it turned true. Of ``cond``, both branches run, and so do their alarms. A comparison with NaN is false:
+    ``~(loss <= 10)`` is true of a loss of NaN, too.
 
     Args:
       text: What has happened.
@@ -82,10 +88,11 @@ def alarm(text: str, when: Tensor) -> None:
       ...     for x in (1.0, -1.0, -2.0):
       ...         state, _ = step(state, torch.tensor([x]))
       >>> print(*(one.message for one in seen))
-      `step`, call 2: the input is negative
+      `step`, call 1: the input is negative
     """
     if not isinstance(text, str):
-        raise TypeError(f"alarm: `text` has to be a text, got {text!r}")
+        got = repr(text) if not isinstance(text, Tensor) else "a tensor, which comes second"
+        raise TypeError(f"alarm: `text` has to be a text, got {got}")
     if not isinstance(when, Tensor):
         raise TypeError(
             f"alarm: {text!r} needs a tensor, bool[], got {type(when).__name__}; a Python value needs no alarm"
@@ -102,7 +109,7 @@ def alarm(text: str, when: Tensor) -> None:
 
 
 class Alarm:
-    """An alarm of a captured step: hears its condition after each call.
+    """An alarm of a step: hears its condition after each call.
 
     Args:
       step: Name of the step.
@@ -110,33 +117,30 @@ class Alarm:
     """
 
     def __init__(self, step: str, text: str) -> None:
-        self._step, self._text, self._on = step, text, False
-        self._ahead: deque[tuple[int, Tensor, torch.cuda.Event]] = deque()
+        self._step, self._text = step, text
+        self._on: Tensor | None = None  # the last condition that is known
+        self._ahead: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 
     def hear(self, call: int, flags: Tensor) -> None:
-        """Take the condition of a call, and warn of what is known by now of this one and of those before.
+        """Take the condition of a call; what it means is told by :meth:`catch_up`.
 
         Args:
-          call: Its number, from 1 on.
-          flags: bool[], or bool[n] of members.
+          call: Its number.
+          flags: bool[], or bool[n, ...] of members.
         """
+        event = None
         if flags.is_cuda:
-            copy = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True).copy_(flags, non_blocking=True)
-            event = torch.cuda.Event()
+            copy = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True)
+            flags, event = copy.copy_(flags, non_blocking=True), torch.cuda.Event()
             event.record()
-            self._ahead.append((call, copy, event))
-            self.catch_up(wait=False)
-        else:
-            self._tell(call, flags)
+        self._ahead.append((call, flags, event))
 
     def catch_up(self, *, wait: bool) -> None:
         """Warn of the calls that are done, with ``wait`` of all."""
-        while self._ahead and (wait or self._ahead[0][2].query()):
-            call, copy, event = self._ahead.popleft()
-            event.synchronize()
-            self._tell(call, copy)
-
-    def _tell(self, call: int, flags: Tensor) -> None:
-        before, self._on = self._on, bool(flags.any())
-        if self._on and not before:
-            _warn(self._text, flags, f"`{self._step}`, call {call:,}: ")
+        while self._ahead and (wait or self._ahead[0][2] is None or self._ahead[0][2].query()):
+            call, flags, event = self._ahead.popleft()
+            if event is not None:
+                event.synchronize()
+            before, self._on = self._on, flags
+            turned = flags if before is None or before.shape != flags.shape else flags & ~before
+            _warn(self._text, turned, f"`{self._step}`, call {call:,}: ")

@@ -19,6 +19,7 @@ from ..ambient.modes import ordinary, without_gradients
 from ..messages.tracebacks import entry
 from ..state.arena import BufferSpec
 from ..state.leaf import owned
+from .alarms import Alarm
 
 __all__ = ["TAP", "Taps", "tap"]
 
@@ -109,6 +110,9 @@ class Taps(Mapping[str, Tensor]):
         self._rings: dict[str, deque[Tensor]] = {}
         self._tables: dict[str, deque[Tensor]] = {}
         self._rows: dict[str, str] = {}  # of the tables
+        self._numbers: dict[str, deque[int]] = {}  # of the calls of their values
+        self.calls = -1  # the number of the last call of the step
+        self.alarms: dict[str, Alarm] = {}
 
     def record(self, name: str, rows: str | None, keep: int, values: Sequence[Tensor]) -> None:
         """Record a value; earlier values with other rows, another shape, dtype or ``keep`` are dropped."""
@@ -123,15 +127,19 @@ class Taps(Mapping[str, Tensor]):
         ):
             ring = rings[name] = deque(maxlen=keep)
             if rows is not None:
-                self._rows[name] = rows
+                self._rows[name], self._numbers[name] = rows, deque(maxlen=keep)
         ring.append(value)
+        if rows is not None:
+            self._numbers[name].append(self.calls)
 
-    def tables(self) -> dict[str, tuple[list[str], Tensor]]:
-        """Return the values with rows by name: the rows' names, and the last values as [n, ..., rows, columns]."""
+    def tables(self) -> dict[str, tuple[list[str], list[int], Tensor]]:
+        """Return the values with rows by name: the rows' names, for the last values the numbers of their calls, and the
+        values as [n, ..., rows, columns].
+        """
         with ordinary():
             without_gradients()
             return {
-                name: (self._rows[name].split("\n"), torch.stack(list(ring)).cpu())
+                name: (self._rows[name].split("\n"), [*self._numbers[name]], torch.stack(list(ring)).cpu())
                 for name, ring in list(self._tables.items())
             }
 
@@ -157,9 +165,14 @@ class Taps(Mapping[str, Tensor]):
         ]
         return "\n".join(lines) or "nothing was tapped yet"
 
+    def alarm(self, step: str, text: str) -> Alarm:
+        """Return the alarm of a text: all of that text are one."""
+        return self.alarms.setdefault(text, Alarm(step, text))
+
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Record taps of this thread here immediately, as an eager run does, while the context is open."""
+        self.calls += 1
         token = _listener.set(self)
         try:
             yield

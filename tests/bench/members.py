@@ -3,8 +3,8 @@
 Each system trains the same members, which differ in their initial values and rates, on the same batches. A row says how
 long one step of all members takes: of one graph over all (``sweep``), of one captured step that runs on the state of
 one member after another (``loop``), of a process for each member with a captured step of its own (``processes``), of
-``jax.vmap`` under ``jax.jit`` with a donated state, and of ``torch.func.vmap`` under ``torch.compile``. The systems take
-turns; the losses of all are compared first.
+``jax.vmap`` under ``jax.jit`` with a donated state, and of ``torch.func.vmap`` under ``torch.compile``. The systems
+take turns; the losses of all are compared first.
 """
 
 from __future__ import annotations
@@ -118,11 +118,14 @@ def _processes(
         asked.append(batch)
         return SimpleNamespace(tolist=losses)
 
+    def wait() -> None:
+        losses()
+
     def close() -> None:
         for pipe in pipes:
             pipe.send(None)
 
-    return System("processes", run, list(range(len(batches))), lambda: [losses()], close)
+    return System("processes", run, list(range(len(batches))), wait, close)
 
 
 def _alone(work: Workload, rates: Sequence[float], device: torch.device, number: int, pipe: Any) -> None:
