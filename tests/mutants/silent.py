@@ -453,10 +453,7 @@ SILENT = (
                 "        if leaf is None\n",
             ),
         ),
-        (
-            "tests/test_autodiff.py::test_whole_numbers_are_refused_and_the_advice_works[count-1]",
-            "tests/test_nn.py::test_batch_norm_trains_in_microbatches_as_in_torchs_own_loop",
-        ),
+        ("tests/test_autodiff.py::test_whole_numbers_are_refused_and_the_advice_works[count-1]",),
         no_gpu="told from the trace",
     ),
     Mutant(
