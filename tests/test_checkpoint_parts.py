@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +304,38 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
         change()
         with pytest.raises((ValueError, OSError), match=said):
             fcg.load(tmp_path, model)
+
+
+def test_a_file_of_another_save_is_refused(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        fcg.save(tmp_path / name / "model.safetensors", a_model().state_dict(), shard_bytes=40)
+    (tmp_path / "two/model-00001-of-00003.safetensors").replace(
+        tmp_path / "one/model-00001-of-00003.safetensors"
+    )
+    with pytest.raises(ValueError, match=r"00001-of-00003\.safetensors is of another save than its index"):
+        fcg.load(tmp_path / "one", a_model())
+
+
+def test_of_two_saves_at_a_time_the_second_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second begins while the first writes its first file."""
+    path, values, replace = tmp_path / "model.safetensors", a_model().state_dict(), os.replace
+    others: list[Future[None]] = []
+
+    def interrupted(*names: Any) -> None:
+        if not others:
+            others.append(pool.submit(fcg.save, path, a_model().state_dict(), shard_bytes=40))
+            wait(others, 0.1)
+        replace(*names)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with ThreadPoolExecutor() as pool:
+        fcg.save(path, values, shard_bytes=40)
+        with pytest.raises(FileExistsError, match="not written over others"):
+            others[0].result()
+    assert_part(fcg.load(tmp_path, a_model()).state_dict(), values, "")
 
 
 def test_several_files_are_not_mixed_with_others(tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
 import socket
 import stat
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ __all__ = [
     "BlockReader",
     "BlockWriter",
     "FolderLock",
+    "alone_in",
     "checksum",
     "damaged",
     "lock",
@@ -96,6 +98,20 @@ def lock(file: int, *, wait: bool = False) -> bool:
     except OSError:
         return False
     return True
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Wait until no one else is in this block with the folder; does nothing where there are no such locks."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        lock(descriptor, wait=True)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class FolderLock:

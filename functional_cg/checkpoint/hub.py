@@ -12,10 +12,11 @@ from torch import Tensor
 __all__ = ["files_in", "index", "shards"]
 
 _INDEX = ".safetensors.index.json"
+_SUMS = "functional_cg checksums"  # in its metadata: so that files of two saves are not mixed
 
 
-def files_in(folder: Path) -> dict[Path, set[str] | None]:
-    """Return the files of a folder, with the names that each has to hold; None if there is no index.
+def files_in(folder: Path) -> dict[Path, tuple[set[str], str | None] | None]:
+    """Return the files of a folder, with the names that each has to hold, and its checksum; None without an index.
 
     Raises:
       OSError: If the index cannot be read.
@@ -31,15 +32,18 @@ def files_in(folder: Path) -> dict[Path, set[str] | None]:
             "To fix: name one, `fcg.load(file, state)`; or delete what is left of another save."
         )
     try:
-        weights: dict[str, str] = json.loads(indices[0].read_bytes())["weight_map"]
+        said = json.loads(indices[0].read_bytes())
+        weights: dict[str, str] = said["weight_map"]
+        sums: dict[str, str] = dict(said.get("metadata", {}).get(_SUMS, {}))
         strange = [name for name in weights.values() if Path(name).name != name]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"fcg.load: {indices[0]} is no index of safetensors files.") from error
     if strange:
         raise ValueError(f"fcg.load: {indices[0]} names a file outside of its folder, {strange[0]!r}.")
-    files: dict[Path, set[str] | None] = {}
+    files: dict[Path, tuple[set[str], str | None] | None] = {}
     for file in dict.fromkeys(weights.values()):
-        files[folder / file] = {name for name, other in weights.items() if other == file}
+        names = {name for name, other in weights.items() if other == file}
+        files[folder / file] = names, sums.get(file)
     return files
 
 
@@ -75,11 +79,14 @@ def shards(target: Path, tensors: dict[str, Tensor], limit: int | None) -> dict[
     return dict(zip(files, parts, strict=True))
 
 
-def index(target: Path, files: Mapping[Path, dict[str, Tensor]]) -> tuple[Path, bytes]:
-    """Return where the index of several files lies, and its text."""
+def index(
+    target: Path, files: Mapping[Path, dict[str, Tensor]], sums: Mapping[str, str]
+) -> tuple[Path, bytes]:
+    """Return where the index of several files lies, and its text, with the checksum of each."""
     weights = {name: file.name for file, part in files.items() for name in part}
     total = sum(tensor.nbytes for part in files.values() for tensor in part.values())
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2)
+    metadata = {"total_size": total, _SUMS: sums}
+    text = json.dumps({"metadata": metadata, "weight_map": weights}, indent=2)
     return _index_of(target), text.encode()
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..messages.tracebacks import entry
-from .disk import BLOCK, lock, sync_directory
+from .disk import BLOCK, alone_in, lock, sync_directory
 from .folder import found_in, values_in
 from .hub import files_in, index, shards
 from .matching import Part, type_of
@@ -30,6 +30,7 @@ T = TypeVar("T")
 _PAIRS = "pairs of real and imaginary parts"  # names of leaves, in the metadata
 # In the metadata, too: of all that is in the file, with zeros in its own place. No bit belongs to both of its marks.
 _CHECKSUM, _MARK = "functional_cg checksum", "functional_cg sha256:"
+_AGAIN = "Nothing was loaded.\nTo fix: download or save the folder again, to its end."
 _NONE = "0000000000000000000000000000000000000000000000000000000000000000"
 
 
@@ -49,7 +50,8 @@ def save(path: str | os.PathLike[str], state: Any, *, shard_bytes: int | None = 
       shard_bytes: If it holds more than that, several files are written beside ``path``, and an index that names them,
         as Hugging Face's libraries do: ``model-00001-of-00002.safetensors``, ``model.safetensors.index.json``.
     Raises:
-      FileExistsError: With ``shard_bytes``, if the file or the index is there already.
+      FileExistsError: With ``shard_bytes``, if the file or the index is there already, or by then: of two that save
+        at the same time, one does.
       ImportError: If safetensors is not installed.
       OSError: If the file cannot be written.
       TypeError: If the file format cannot hold a leaf's dtype.
@@ -70,11 +72,14 @@ def save(path: str | os.PathLike[str], state: Any, *, shard_bytes: int | None = 
         target = Path(path).resolve(strict=False)
     except RuntimeError as error:  # a link to itself
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path)) from error
-    files = shards(target, state_dict(state), shard_bytes)
-    for file, tensors in files.items():
-        _write(file, _serialized(tensors))
-    if len(files) > 1:
-        _write(*index(target, files))  # last: without it, the others are no checkpoint
+    tensors = state_dict(state)
+    with contextlib.nullcontext() if shard_bytes is None else alone_in(target.parent):
+        files, sums = shards(target, tensors, shard_bytes), {}
+        for file, part in files.items():
+            content, sums[file.name] = _serialized(part)
+            _write(file, content)
+        if len(files) > 1:
+            _write(*index(target, files, sums))  # last: without it, the others are no checkpoint
 
 
 @entry("state = fcg.load(path, state)")
@@ -120,7 +125,7 @@ def load(path: str | os.PathLike[str], state: T, *, part: Part = None, cast: boo
     """
     _checked_path(path, "fcg.load")
     place = Path(path)
-    files: dict[Path, set[str] | None] = {place: None}
+    files: dict[Path, tuple[set[str], str | None] | None] = {place: None}
     if place.is_dir():
         try:
             found = found_in(place, "fcg.load")
@@ -133,25 +138,26 @@ def load(path: str | os.PathLike[str], state: T, *, part: Part = None, cast: boo
             values = values_in(found, slots, optional, "fcg.load", part, cast=cast)
             return put(state, slots, values, "fcg.load")
     values = {}
-    for file, names in files.items():
-        held = _values_of(file)
+    for file, indexed in files.items():
+        names, checksum = indexed or (None, None)
+        held = _values_of(file, checksum)
         if names is not None and held.keys() != names:
             raise ValueError(
                 f"fcg.load: {file} does not hold what its index says: {sorted(names ^ held.keys())[0]!r} is in one of "
-                "them only. Nothing was loaded.\nTo fix: download or save the folder again, to its end."
+                f"them only. {_AGAIN}"
             )
         values |= held
     return written(state, values, "fcg.load", f" in {os.fspath(path)}", part, cast=cast)
 
 
-def _values_of(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file."""
+def _values_of(path: Path, checksum: str | None) -> dict[str, Tensor]:
+    """Read a safetensors file; one with this checksum, if its index says so."""
     safetensors = _safetensors("fcg.load")
     if not stat.S_ISREG(os.stat(path).st_mode):  # such as a pipe, whose reader waits until somebody writes
         raise OSError(errno.EINVAL, "fcg.load: is no regular file", os.fspath(path))
     with open(path, "rb"):  # raises Python's own error for a bad path
         pass
-    _refuse_damage(path)
+    _refuse_damage(path, checksum)
     try:
         return _read(safetensors, path)
     except safetensors.SafetensorError as error:
@@ -189,8 +195,8 @@ def _checked_path(path: Any, function: str) -> Any:
     return path
 
 
-def _serialized(tensors: dict[str, Tensor]) -> bytes:
-    """Return the content of a safetensors file."""
+def _serialized(tensors: dict[str, Tensor]) -> tuple[bytes, str]:
+    """Return the content of a safetensors file, and its checksum."""
     safetensors = _safetensors("fcg.save")
     if "__metadata__" in tensors:
         raise ValueError(
@@ -209,7 +215,7 @@ def _serialized(tensors: dict[str, Tensor]) -> bytes:
     return _in_order(safetensors.torch.save(tensors, metadata))
 
 
-def _in_order(file: bytes) -> bytes:
+def _in_order(file: bytes) -> tuple[bytes, str]:
     """Return a safetensors file with its checksum, and its metadata sorted: the library changes their order."""
     end = 8 + int.from_bytes(file[:8], "little")
     header = json.loads(file[8:end])
@@ -219,11 +225,12 @@ def _in_order(file: bytes) -> bytes:
     head, data = len(text).to_bytes(8, "little") + text, memoryview(file)[end:]
     found = hashlib.sha256(head)
     found.update(data)
-    return b"".join([head.replace((_MARK + _NONE).encode(), (_MARK + found.hexdigest()).encode()), data])
+    checksum = found.hexdigest()
+    return b"".join([head.replace((_MARK + _NONE).encode(), (_MARK + checksum).encode()), data]), checksum
 
 
-def _refuse_damage(path: str | os.PathLike[str]) -> None:
-    """Raise if a file has a checksum, and another content; a file without is not checked.
+def _refuse_damage(path: str | os.PathLike[str], wanted: str | None) -> None:
+    """Raise if a file has a checksum, and another content, or not the one wanted; a file without is not checked.
 
     Raises:
       ValueError: Then.
@@ -233,6 +240,8 @@ def _refuse_damage(path: str | os.PathLike[str]) -> None:
         start = file.read(8)
         head = file.read(min(int.from_bytes(start, "little"), size))
         kept = re.search(_MARK.encode() + b"([0-9a-f]{%d})" % len(_NONE), head)
+        if wanted is not None and (kept is None or kept[1].decode() != wanted):
+            raise ValueError(f"fcg.load: {path} is of another save than its index. {_AGAIN}")
         if kept is None and json.dumps(_CHECKSUM).encode() not in head:
             return
         found = hashlib.sha256(start)
