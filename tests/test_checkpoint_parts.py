@@ -292,7 +292,7 @@ def broken(folder: Path) -> dict[str, Any]:
             index.write_text(json.dumps(fewer)),
         ),
         "is no index": lambda: index.write_text("[]"),
-        "several safetensors files": index.unlink,
+        "their index is missing": index.unlink,
     }
 
 
@@ -350,3 +350,49 @@ def test_several_files_are_not_mixed_with_others(tmp_path: Path) -> None:
         fcg.load(tmp_path, a_model())
     with pytest.raises(TypeError, match=r"got '5GB'\.\nTo fix: `shard_bytes=5_000_000_000`"):
         fcg.save(path, a_model().state_dict(), shard_bytes="5GB")  # type: ignore[arg-type]
+
+
+def test_complex_numbers_lie_where_they_may(tmp_path: Path) -> None:
+    """In a file, pairs of f64 begin at any multiple of 8 bytes."""
+    for pad in range(3):
+        state = {f"pad{n}": torch.ones(1, dtype=torch.float64) for n in range(pad)}
+        state |= {
+            "a": torch.full((2,), 1j, dtype=torch.complex128),
+            "n": torch.tensor(2j, dtype=torch.complex128),
+        }
+        fcg.save(tmp_path / "run", state)
+        found = fcg.load(tmp_path / "run", fcg.tree.map(torch.zeros_like, state))
+        assert found["a"].tolist() == [1j, 1j]
+        assert found["n"].item() == 2j
+
+
+def test_both_names_of_a_tensor_in_a_tree_get_the_value(tmp_path: Path) -> None:
+    tied = torch.zeros(2)
+    fcg.save(tmp_path / "run", {"a": torch.ones(2)})
+    found = fcg.load(tmp_path / "run", {"a": tied, "b": tied})
+    assert found["a"].tolist() == found["b"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("fixed", ["expanded", "inference"])
+def test_a_module_that_cannot_be_written_whole_is_not_written(tmp_path: Path, fixed: str) -> None:
+    module = nn.Module()
+    module.register_buffer("a", torch.zeros(2))
+    with torch.inference_mode(fixed == "inference"):
+        module.register_buffer("b", torch.zeros(1).expand(3) if fixed == "expanded" else torch.zeros(3))
+    fcg.save(tmp_path / "run", {"a": torch.ones(2), "b": torch.ones(3)})
+    with pytest.raises(LayoutError, match="b  expected memory that can be written"):
+        fcg.load(tmp_path / "run", module)
+    assert module.a.tolist() == [0, 0]
+    module.b = module.b.clone()
+    assert fcg.load(tmp_path / "run", module).b.tolist() == [1, 1, 1]
+
+
+def test_a_save_of_several_files_that_did_not_end_is_no_save(tmp_path: Path) -> None:
+    state = {name: torch.ones(4) for name in "abc"}
+    fcg.save(tmp_path / "model.safetensors", state, shard_bytes=16)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match=r"their index is missing: the save did not end\."):
+        fcg.load(tmp_path, {"a": torch.zeros(4)})
+    (tmp_path / "._model.safetensors").write_bytes(b"")
+    fcg.save(tmp_path / "model.safetensors", state, shard_bytes=10_000)
+    assert fcg.load(tmp_path, fcg.tree.map(torch.zeros_like, state))["c"].tolist() == [1] * 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor
 __all__ = ["files_in", "index", "shards"]
 
 _INDEX = ".safetensors.index.json"
+_PART = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.safetensors$")
 _SUMS = "functional_cg checksums"  # in its metadata: so that files of two saves are not mixed
 
 
@@ -22,7 +24,17 @@ def files_in(folder: Path) -> dict[Path, tuple[set[str], str | None] | None]:
       OSError: If the index cannot be read.
       ValueError: If several files could be meant, or the index is none.
     """
-    whole, indices = (sorted(folder.glob(f"*{end}")) for end in (".safetensors", _INDEX))
+    there = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
+    indices = [path for path in there if path.name.endswith(_INDEX)]
+    files_there = [path for path in there if path.suffix == ".safetensors"]
+    whole = [
+        path for path in files_there if not _PART.search(path.name)
+    ]  # the others count by an index alone
+    if files_there and not (whole or indices):
+        raise ValueError(
+            f"fcg.load: {files_there[0]} is one of several files, and their index is missing: the save did not end.\n"
+            "To fix: load another copy, or save anew."
+        )
     if not indices and len(whole) < 2:
         return dict.fromkeys(whole)
     if len(indices) != 1 or indices[0] in map(_index_of, whole):
@@ -42,8 +54,8 @@ def files_in(folder: Path) -> dict[Path, tuple[set[str], str | None] | None]:
         raise ValueError(f"fcg.load: {indices[0]} names a file outside of its folder, {strange[0]!r}.")
     files: dict[Path, tuple[set[str], str | None] | None] = {}
     for file in dict.fromkeys(weights.values()):
-        names = {name for name, other in weights.items() if other == file}
-        files[folder / file] = names, sums.get(file)
+        held = {name for name, other in weights.items() if other == file}
+        files[folder / file] = held, sums.get(file)
     return files
 
 
@@ -63,7 +75,7 @@ def shards(target: Path, tensors: dict[str, Tensor], limit: int | None) -> dict[
         )
     there = [path for path in (target, _index_of(target)) if path.exists()]
     if there:
-        what = "fcg.save: several files are not written over others; delete it, or name another folder"
+        what = "fcg.save: several files are not written over others, name another folder"
         raise FileExistsError(errno.EEXIST, what, str(there[0]))
     parts: list[dict[str, Tensor]] = [{}]
     size = 0

@@ -261,7 +261,8 @@ def _read(safetensors: Any, path: str | os.PathLike[str]) -> dict[str, Tensor]:
     values: dict[str, Tensor] = safetensors.torch.load_file(path)
     with safetensors.safe_open(path, "pt") as file:
         pairs = json.loads((file.metadata() or {}).get(_PAIRS, "[]"))
-    return values | {name: torch.view_as_complex(values[name]) for name in pairs}
+    # A copy: a file has its numbers at multiples of 8 bytes, and torch reads complex ones at multiples of their size.
+    return values | {name: torch.view_as_complex(values[name].clone()) for name in pairs}
 
 
 def _storable(safetensors: Any, dtype: torch.dtype) -> bool:

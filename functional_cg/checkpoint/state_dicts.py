@@ -152,8 +152,8 @@ def put(state: T, slots: Mapping[str, Tensor], values: Mapping[str, Tensor], fun
         if isinstance(state, Handle):
             new = {position: values[name] for position, name in enumerate(slots) if name in values}
             return state._write(new, function, [])  # type: ignore[return-value]
+        first = {id(slots[name]): value for name, value in reversed(values.items())}
         if isinstance(state, nn.Module):
-            first = {id(slots[name]): value for name, value in reversed(values.items())}
             rows = [name for name, value in values.items() if not value.equal(first[id(slots[name])])]
             if rows:
                 raise LayoutError.of(
@@ -162,10 +162,31 @@ def put(state: T, slots: Mapping[str, Tensor], values: Mapping[str, Tensor], fun
                     rows=rows,
                     fix="load one of them, `part={...: None}` for the others; or untie the module's tensors.",
                 )
+            fixed = [
+                f"{name}  expected memory that can be written   got "
+                + ("an inference tensor" if one.is_inference() else "several elements in one place")
+                for name, one in slots.items()
+                if name in values
+                and (
+                    one.is_inference()
+                    or any(size > 1 > step for size, step in zip(one.shape, one.stride(), strict=True))
+                )
+            ]
+            if fixed:
+                raise LayoutError.of(
+                    "",
+                    f"{function}: the module has tensors that cannot be written; it is unchanged.",
+                    rows=fixed,
+                    fix="make them anew, `module.name = torch.nn.Parameter(module.name.clone())`.",
+                )
             for name, value in values.items():
                 slots[name].copy_(value)
             return state
-        copies = [torch.empty_like(leaf).copy_(values.get(name, leaf)) for name, leaf in slots.items()]
+        # Of a tensor with several names, one may have the value.
+        copies = [
+            torch.empty_like(leaf).copy_(values.get(name, first.get(id(leaf), leaf)))
+            for name, leaf in slots.items()
+        ]
     return pytree.unflatten(pytree.flatten(state)[1], copies)  # type: ignore[no-any-return]
 
 

@@ -72,7 +72,7 @@ Schedules, passed as a learning rate:
 Types:
 
   GradientTransformation  ``init(params)`` and ``update(grads, state, params)``
-  Schedule                a function of the update count; subclass it for your own
+  Schedule                a function of the update count; override `value` for your own
   EmaState, EmptyState, AdaptedState, AddNoiseState, InjectHyperparamsState, LookaheadState, MaskedState,
   PartitionState, ScaleByAdadeltaState, ScaleByAdamState, ScaleByAmsgradState, ScaleByFactoredRmsState,
   ScaleByLionState, ScaleByNadamState, ScaleByNovogradState, ScaleByRmsState, ScaleByRssState, ScaleByScheduleState,

@@ -32,7 +32,8 @@ def statistics(
     """Draw how statistics change over the kept calls: a row for each module, a column for each call.
 
     A layer that explodes, vanishes or dies is a row whose color changes; a healthy ratio of update to weight is about
-    1e-3. Red is what is not finite, white where there is nothing: modules without parameters have no gradient.
+    1e-3. Red is what is not finite, black what is zero, and white where there is nothing: modules without parameters
+    have no gradient.
 
     Args:
       values: A step or its ``step.statistics``, of a step that keeps some, ``fcg.statistics(train_step, keep=200)``.
@@ -88,8 +89,8 @@ def _draw(ax: Axes, numbers: Tensor, present: Tensor, *, share: bool) -> None:
     counted = numbers[numbers.isfinite() & present & (numbers > 0)]
     low, high = (float(counted.min()), float(counted.max())) if counted.numel() else (0.5, 1.0)
     norm = Normalize(0.0, 1.0) if share else LogNorm(low, max(high, 1.01 * low))
-    colors = plt.get_cmap("viridis").with_extremes(bad="white", over="red")
-    shown = numbers if share else numbers.clamp_min(low)
+    colors = plt.get_cmap("viridis").with_extremes(bad="white", over="red", under="black")
+    shown = numbers if share else numbers.clamp_min(low / 10)  # zeros are below the scale
     shown = shown.where(numbers.isfinite(), 10 * max(high, 1.01)).where(
         present, torch.nan
     )  # beyond the scale: red

@@ -24,7 +24,22 @@ from functional_cg.optim.algebra.arguments import Called, are_numbers, require
 
 
 class Schedule(Called):
-    """A function of the update count that is also an immutable value."""
+    """A function of the update count that is also an immutable value.
+
+    For one of your own, make a frozen dataclass that overrides ``value(t)``, and pass it in place of a rate.
+
+    Example:
+      >>> from dataclasses import dataclass
+      >>> from functional_cg import optim
+      >>> @dataclass(frozen=True)
+      ... class InverseRoot(optim.Schedule):
+      ...     peak: float
+      ...     def value(self, t):
+      ...         return self.peak * (t + 1) ** -0.5
+      >>> InverseRoot(0.1)(3)
+      0.05
+      >>> optimizer = optim.adam(InverseRoot(0.1))
+    """
 
     @overload
     def __call__(self, count: Tensor) -> Tensor: ...
@@ -39,7 +54,7 @@ class Schedule(Called):
 
     @abstractmethod
     def value(self, t: Any) -> Any:
-        """The value at ``t``, f64[]; for a Python number it is computed on the host."""
+        """Return the value at ``t``, f64[], which a subclass says; for a Python number it is computed on the host."""
 
 
 class _Checked(Schedule):
