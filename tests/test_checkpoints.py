@@ -444,10 +444,15 @@ def of_one_number(number: int, size: int = 50_000) -> dict[str, Any]:
 
 def test_threads_that_save_at_one_time_save_whole_checkpoints(tmp_path: Path) -> None:
     """Each is of one state, as many as were saved; a copy in host memory is not overwritten while it is written."""
+    interval = sys.getswitchinterval()
     with fcg.checkpoints(tmp_path, keep=None) as saved:
-        with ThreadPoolExecutor(2) as threads:
-            numbers = [base + call for call in range(20) for base in (1000, 2000)]
-            list(threads.map(lambda number: saved.save(of_one_number(number), step=number), numbers))
+        sys.setswitchinterval(1e-6)  # or one thread may save all before another has its turn
+        try:
+            with ThreadPoolExecutor(4) as threads:
+                numbers = [base + call for call in range(10) for base in (1000, 2000, 3000, 4000)]
+                list(threads.map(lambda number: saved.save(of_one_number(number), step=number), numbers))
+        finally:
+            sys.setswitchinterval(interval)
         saved.wait()
         assert sorted(saved.steps()) == sorted(numbers)
         for number in numbers:

@@ -66,8 +66,8 @@ def alarm(text: str, when: Tensor) -> None:
     follows as soon as the device has computed it, at the latest when the step is closed: some calls later if the host
     is ahead. It is given when the condition turns true, and again only after it was false; all alarms of one text are
     one. An eager run warns at once. With ``python -W error``, the call that notices it raises; the new state is
-    ``state.latest()``, and a recorder has the call. In a sweep, and under ``vmap``, the warning names the members for which it
-    turned true. Of ``cond``, both branches run, and so do their alarms. A comparison with NaN is false:
+    ``state.latest()``, and a recorder has the call. In a sweep, and under ``vmap``, the warning names the members for
+    which it turned true. Of ``cond``, both branches run, and so do their alarms. A comparison with NaN is false:
     ``~(loss <= 10)`` is true of a loss of NaN, too.
 
     Args:
