@@ -628,3 +628,11 @@ def test_gradients_stay_on_the_thread_that_the_caller_wants() -> None:
 def test_what_is_no_function_is_refused_at_once(transform: Any) -> None:
     with pytest.raises(TypeError, match="value_and_grad: expected a function, got Tensor"):
         transform(torch.ones(2))
+
+
+def test_flags_and_small_numbers_are_counted() -> None:
+    def counts(_: Any, x: Tensor) -> Any:
+        return {"flags": (x > 0).any(), "small": torch.full((), 200, dtype=torch.uint8)}
+
+    found = fcg.microbatches(4, reduce="sum")(counts)(None, torch.ones(8))
+    assert (found["flags"].item(), found["small"].item()) == (4, 800)

@@ -396,3 +396,13 @@ def test_a_save_of_several_files_that_did_not_end_is_no_save(tmp_path: Path) -> 
     (tmp_path / "._model.safetensors").write_bytes(b"")
     fcg.save(tmp_path / "model.safetensors", state, shard_bytes=10_000)
     assert fcg.load(tmp_path, fcg.tree.map(torch.zeros_like, state))["c"].tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_a_cast_that_loses_a_number_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    fcg.save(tmp_path / "run", {"a": torch.tensor([1.0, -1e6]), "b": torch.tensor([torch.inf, torch.nan])})
+    state = {"a": torch.zeros(2, dtype=dtype), "b": torch.zeros(2)}
+    with pytest.raises(LayoutError, match=r"a  expected numbers up to .*   got 1e\+06"):
+        fcg.load(tmp_path / "run", state, cast=True)
+    found = fcg.load(tmp_path / "run", {"b": torch.zeros(2, dtype=torch.float16)}, part="b", cast=True)
+    assert found["b"][0] == torch.inf

@@ -43,6 +43,7 @@ TRANSFORMATIONS = [
     optim.add_decayed_weights(0.1, mask=DECAY),
     optim.clip_by_global_norm(0.5),
     optim.clip_by_global_norm(0.5, math.inf),
+    optim.clip_by_global_norm(0.5, 3),
     optim.clip_by_value(0.5),
     optim.clip_by_norm(0.5),
     optim.clip_by_rms(0.5),
@@ -1115,3 +1116,14 @@ def test_a_state_outside_of_a_step_is_updated_as_in_one(tx: optim.GradientTransf
     ends = fcg.state_dict(alone), fcg.state_dict(stepped)
     assert ends[0].keys() == ends[1].keys()
     assert all(leaf.equal(ends[1][name]) for name, leaf in ends[0].items())
+
+
+@pytest.mark.parametrize("order", [0.5, 1, 3, 10, 1e4])
+@pytest.mark.parametrize("size", [1e-30, 3e-4, 1e5, 1e30])
+def test_a_norm_of_any_order_neither_overflows_nor_vanishes(order: float, size: float) -> None:
+    tree = {"a": torch.tensor([size, -size / 2]), "b": torch.tensor(size / 4)}
+    numbers = torch.tensor([1, 0.5, 0.25], dtype=torch.float64)
+    expected = size * torch.linalg.vector_norm(numbers, order)
+    torch.testing.assert_close(optim.global_norm(tree, order), expected, rtol=1e-4, atol=0.0)
+    assert optim.global_norm({"a": torch.zeros(3)}, order) == 0
+    assert optim.global_norm({"a": torch.tensor([1.0, torch.nan])}, order).isnan()

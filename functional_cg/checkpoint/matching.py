@@ -17,7 +17,8 @@ __all__ = ["Part", "matched", "type_of"]
 
 Part = str | Sequence[str] | Mapping[str, str | None] | None
 _Routes = Sequence[tuple[str, str | None]]
-_FLOATING = re.compile(r"b?f\d\w*(\[.*\])")
+# Of the floating dtypes, those that have a sign and a zero.
+_FLOATING = re.compile(r"(?!f8_e8m0|f4)b?f\d\w*(\[.*\])")
 
 
 def matched(

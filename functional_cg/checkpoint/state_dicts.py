@@ -148,6 +148,18 @@ def put(state: T, slots: Mapping[str, Tensor], values: Mapping[str, Tensor], fun
     """Write values into the leaves of a state, of a copy of a plain pytree, or into the tensors of a module."""
     with ordinary():
         without_gradients()
+        beyond = [
+            f"{name}  expected numbers up to {torch.finfo(slots[name].dtype).max:.3g}   got {_largest(value):.3g}"
+            for name, value in values.items()
+            if value.dtype != slots[name].dtype and _largest(value) > torch.finfo(slots[name].dtype).max
+        ]
+        if beyond:
+            raise LayoutError.of(
+                "",
+                f"{function}: values do not fit the dtype that they are cast to; `state` is unchanged.",
+                rows=beyond,
+                fix="load them as they are, into a state of their own dtype.",
+            )
         values = {name: value.to(slots[name].dtype) for name, value in values.items()}
         if isinstance(state, Handle):
             new = {position: values[name] for position, name in enumerate(slots) if name in values}
@@ -188,6 +200,12 @@ def put(state: T, slots: Mapping[str, Tensor], values: Mapping[str, Tensor], fun
             for name, leaf in slots.items()
         ]
     return pytree.unflatten(pytree.flatten(state)[1], copies)  # type: ignore[no-any-return]
+
+
+def _largest(value: Tensor) -> float:
+    """Return the largest magnitude of a tensor's finite numbers."""
+    numbers = value.float() if value.itemsize == 1 else value
+    return float(numbers.abs().where(numbers.isfinite(), 0).max()) if numbers.numel() else 0.0
 
 
 def opened(state: Any) -> tuple[list[Tensor], Treedef]:

@@ -132,6 +132,11 @@ def microbatches(
                     out if total is None else pytree.map(lambda _, new: new, total, out)
                 )  # of one structure
                 leaves, out_def = pytree.flatten(total)
+                if reduce == "sum":  # a sum of flags or of small numbers is a count
+                    leaves = [
+                        leaf if i in handed or leaf.is_floating_point() or leaf.is_complex() else leaf.long()
+                        for i, leaf in enumerate(leaves)
+                    ]
                 if dtype is not None:
                     leaves = [
                         leaf.to(dtype) if leaf.is_floating_point() and i not in handed else leaf

@@ -398,10 +398,10 @@ def need_transformations(name: str, *given: object) -> None:
 def need_steps(name: str, inner: GradientTransformation) -> None:
     """Raise ``ValueError`` for a transformation without a learning rate."""
     need_transformations(name, inner)
-    require(
-        inner.applies_learning_rate,
-        f"{name}: {inner!r} makes no steps; put a learning rate behind it, or use an optimizer",
-    )
+    if not inner.applies_learning_rate:  # its text may read a tensor
+        raise ValueError(
+            f"{name}: {inner!r} makes no steps; put a learning rate behind it, or use an optimizer"
+        )
 
 
 def rate_at(learning_rate: ScalarOrSchedule, count: Any) -> float | Tensor:

@@ -197,9 +197,19 @@ def global_norm(updates: Updates, order: float = 2) -> Tensor:
     if not flat:
         return torch.zeros((), dtype=torch.float64, device=device_of(updates))
 
+    scale: Tensor | None = None
+    if order not in (
+        1,
+        2,
+        float("inf"),
+    ):  # powers of large numbers overflow, and those of small ones are zero
+        largest = global_norm(flat, float("inf"))
+        scale = largest.where((largest > 0) & largest.isfinite(), 1.0)
+        wide = [leaf.to(torch.promote_types(leaf.dtype, torch.float32)) for leaf in flat]
+        flat = [leaf / _fused.beside(scale, leaf).to(leaf.dtype) for leaf in wide]
     stacked = torch.stack([_fused.beside(norm, flat[0]) for norm in leaf_norms(flat, order)])
     norm: Tensor = torch.linalg.vector_norm(stacked, order, dtype=torch.float64)
-    return norm
+    return norm if scale is None else norm * scale
 
 
 @dataclass(frozen=True)
@@ -230,6 +240,9 @@ class clip_by_global_norm(Link):
     def __post_init__(self) -> None:
         super().__post_init__()
         are_numbers("clip_by_global_norm", order=self.order)
+        require(
+            not isinstance(self.order, bool), f"clip_by_global_norm: order must be a number, got {self.order}"
+        )
         require(self.order > 0, f"clip_by_global_norm: order must be positive, got {self.order}")
 
     def update(
