@@ -204,7 +204,7 @@ def global_norm(updates: Updates, order: float = 2) -> Tensor:
         float("inf"),
     ):  # powers of large numbers overflow, and those of small ones are zero
         largest = global_norm(flat, float("inf"))
-        scale = largest.where((largest > 0) & largest.isfinite(), 1.0)
+        scale = largest.masked_fill(~((largest > 0) & largest.isfinite()), 1.0)
         wide = [leaf.to(torch.promote_types(leaf.dtype, torch.float32)) for leaf in flat]
         flat = [leaf / _fused.beside(scale, leaf).to(leaf.dtype) for leaf in wide]
     stacked = torch.stack([_fused.beside(norm, flat[0]) for norm in leaf_norms(flat, order)])
