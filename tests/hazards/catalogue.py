@@ -23,6 +23,7 @@ FILES = {
     "bitwise": "tests/sharding/test_bitwise.py",
     "capture": "tests/cuda/test_capture.py",
     "checkpoint": "tests/test_checkpoint.py",
+    "checkpoint_parts": "tests/test_checkpoint_parts.py",
     "checkpoint_cuda": "tests/cuda/test_checkpoint_cuda.py",
     "collective_calls": "tests/sharding/test_collective_calls.py",
     "debug": "tests/test_debug.py",
@@ -1227,5 +1228,9 @@ HAZARDS = (
          "impossible: the convolution stays",
          "convolutions::test_a_product_in_tf32_takes_no_convolution_that_may_not_round",
          "convolutions::test_a_product_may_not_sum_in_half_precision_either"),
+    _row(241, 1, "N260 N261 N262 N263", "a part of a checkpoint is loaded by halves, or into another dtype",
+         "refused: LayoutError", "checkpoint_parts::test_both_sides_are_listed",
+         "checkpoint_parts::test_another_dtype_needs_a_word",
+         "checkpoint_parts::test_a_folder_that_is_not_whole_is_refused"),
 )
 # fmt: on
