@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,10 +81,15 @@ def collected(tests: Sequence[str], folder: Path) -> list[str]:
     return [line for line in output.splitlines() if "::" in line]
 
 
+_ONE = threading.Lock()
+
+
 def _pytest_on_copy(
     folder: Path, arguments: Sequence[str], mutant: Mutant | None = None
 ) -> tuple[int | None, str]:
-    shutil.copytree(_shipped().name, folder, copy_function=_linked, dirs_exist_ok=True)
+    with _ONE:  # threads that ask at one time would make two, and one would be deleted while it is copied
+        shipped = _shipped()
+    shutil.copytree(shipped.name, folder, copy_function=_linked, dirs_exist_ok=True)
     if mutant is not None:
         mutant.apply(folder / "functional_cg")
     (folder / "where.py").write_text(PLUGIN, encoding="utf-8")
@@ -101,7 +107,7 @@ def _shipped() -> tempfile.TemporaryDirectory[str]:
     """The package and its tests, compiled once for all copies."""
     shipped = tempfile.TemporaryDirectory()
     for name in ("functional_cg", "tests"):
-        shutil.copytree(ROOT / name, Path(shipped.name, name))
+        shutil.copytree(ROOT / name, Path(shipped.name, name), ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", shipped.name)
     compileall.compile_dir(shipped.name, quiet=1)
     return shipped
