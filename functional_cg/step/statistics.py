@@ -36,7 +36,7 @@ class Statistics(Report):
 
     modules: tuple[str, ...]
     values: Tensor
-    calls: tuple[int, ...] = ()
+    calls: tuple[int, ...]
 
     @classmethod
     def of(cls, tables: Mapping[str, tuple[Sequence[str], Sequence[int], Tensor]]) -> Statistics:
@@ -49,6 +49,7 @@ class Statistics(Report):
         # A table has several values of a call in a loop; the last of each are those that belong together.
         times = {name: [*_from_the_end(numbers)] for name, (_, numbers, _) in tables.items()}
         every = sorted({time for own in times.values() for time in own}, key=lambda time: (time[0], -time[1]))
+        records = {time: number for number, time in enumerate(every)}
         leads = {values.shape[1:-2] for _, _, values in tables.values()}
         lead = max(leads, key=len, default=torch.Size())
         if any(one != lead[: len(one)] for one in leads):
@@ -76,8 +77,7 @@ class Statistics(Report):
                 there = own.ne(ABSENT)
                 norms = torch.where(there, own, 0).norm(dim=-2).where(there.any(-2), ABSENT)
                 norms = norms.view(*norms.shape[:-1], *[1] * (whole.dim() - 1 - norms.dim()), 3)
-                for time, value in zip(times[name], norms, strict=True):
-                    whole[every.index(time), ..., place, column : column + 3] = value
+                whole[..., place, column : column + 3][[records[time] for time in times[name]]] = norms
         return cls(tuple(groups), whole, tuple(call for call, _ in every))
 
     def __call__(self, column: str) -> Tensor:

@@ -100,6 +100,11 @@ def tap(name: str, x: Tensor, *, keep: int = 1) -> None:
     TAP(name, None, keep, [value])
 
 
+def _layout(tapped: Any) -> tuple[Any, ...]:
+    rows, _, value = tapped if isinstance(tapped, tuple) else (None, None, tapped)
+    return rows, value.shape, value.dtype
+
+
 class Taps(Mapping[str, Tensor]):
     """The tapped values of a step by name: the last one, or with ``keep`` the last ones as [n, ...], oldest first.
 
@@ -108,29 +113,19 @@ class Taps(Mapping[str, Tensor]):
 
     def __init__(self) -> None:
         self._rings: dict[str, deque[Tensor]] = {}
-        self._tables: dict[str, deque[Tensor]] = {}
-        self._rows: dict[str, str] = {}  # of the tables
-        self._numbers: dict[str, deque[int]] = {}  # of the calls of their values
+        self._tables: dict[str, deque[tuple[str, int, Tensor]]] = {}  # rows, number of the call, value
         self.calls = -1  # the number of the last call of the step
         self.alarms: dict[str, Alarm] = {}
 
     def record(self, name: str, rows: str | None, keep: int, values: Sequence[Tensor]) -> None:
         """Record a value; earlier values with other rows, another shape, dtype or ``keep`` are dropped."""
         (value,) = values
-        rings = self._rings if rows is None else self._tables
+        rings: dict[str, deque[Any]] = self._rings if rows is None else self._tables
+        one = value if rows is None else (rows, self.calls, value)
         ring = rings.get(name)
-        if (
-            ring is None
-            or (rows is not None and self._rows[name] != rows)
-            or ring.maxlen != keep
-            or (ring[-1].shape, ring[-1].dtype) != (value.shape, value.dtype)
-        ):
+        if ring is None or ring.maxlen != keep or _layout(ring[-1]) != _layout(one):
             ring = rings[name] = deque(maxlen=keep)
-            if rows is not None:
-                self._rows[name], self._numbers[name] = rows, deque(maxlen=keep)
-        ring.append(value)
-        if rows is not None:
-            self._numbers[name].append(self.calls)
+        ring.append(one)
 
     def tables(self) -> dict[str, tuple[list[str], list[int], Tensor]]:
         """Return the values with rows by name: the rows' names, for the last values the numbers of their calls, and the
@@ -138,10 +133,11 @@ class Taps(Mapping[str, Tensor]):
         """
         with ordinary():
             without_gradients()
-            return {
-                name: (self._rows[name].split("\n"), [*self._numbers[name]], torch.stack(list(ring)).cpu())
-                for name, ring in list(self._tables.items())
-            }
+            found = {}
+            for name, ring in list(self._tables.items()):
+                rows, calls, values = zip(*ring, strict=True)
+                found[name] = rows[-1].split("\n"), [*calls], torch.stack(values).cpu()
+            return found
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._rings:
