@@ -189,8 +189,8 @@ def put(state: T, slots: Mapping[str, Tensor], values: Mapping[str, Tensor], fun
                     "",
                     f"{function}: the module has tensors that cannot be written; it is unchanged.",
                     rows=fixed,
-                    fix="give them memory of their own, a buffer by `module.name = module.name.clone()`, a parameter by "
-                    "`module.name = torch.nn.Parameter(module.name.clone())`.",
+                    fix="give them memory of their own, a buffer by `module.name = module.name.clone()`, a parameter "
+                    "by `module.name = torch.nn.Parameter(module.name.clone())`.",
                 )
             for name, value in values.items():
                 slots[name].copy_(value)
