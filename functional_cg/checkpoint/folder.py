@@ -16,7 +16,7 @@ from ..shards.tensor import Sharded, placed
 from ..state.arena import dtype_name
 from .disk import BlockReader, damaged
 from .index import INDEX, Index, Piece, file_name
-from .matching import Part, matched
+from .matching import Part, check_range, matched
 from .naming import complete
 
 __all__ = ["found_in", "position_in", "values_in"]
@@ -81,6 +81,7 @@ def values_in(
                 if placement is None
                 else Sharded(flat.view(placement.local_shape), placement)
             )
+        check_range(slots, values, function)
     return values
 
 

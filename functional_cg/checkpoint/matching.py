@@ -8,12 +8,15 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..errors import LayoutError
 from ..shards.tensor import Sharded
 from ..state.arena import BufferSpec, unplaceable
 from ..state.leaf import Leaf
 
-__all__ = ["Part", "matched", "type_of"]
+__all__ = ["Part", "check_range", "matched", "type_of"]
 
 Part = str | Sequence[str] | Mapping[str, str | None] | None
 _Routes = Sequence[tuple[str, str | None]]
@@ -161,3 +164,30 @@ def _ends(name: str, routes: _Routes) -> list[str | None]:
 def _below(names: Collection[Any], start: str) -> bool:
     """Whether one of the names is a part, or in it."""
     return any(not start or name == start or str(name).startswith(f"{start}.") for name in names)
+
+
+def check_range(slots: Mapping[str, Tensor], values: Mapping[str, Tensor], function: str) -> None:
+    """Refuse values that would saturate in the dtype of their leaves; of sharded ones, those of this rank's shards.
+
+    Raises:
+      LayoutError: Naming them.
+    """
+    beyond = [
+        f"{name}  expected numbers up to {torch.finfo(slots[name].dtype).max:.3g}   got {_largest(value):.3g}"
+        for name, value in values.items()
+        if value.dtype != slots[name].dtype and _largest(value) > torch.finfo(slots[name].dtype).max
+    ]
+    if beyond:
+        raise LayoutError.of(
+            "",
+            f"{function}: values do not fit the dtype that they are cast to; `state` is unchanged.",
+            rows=beyond,
+            fix="load them as they are, into a state of their own dtype.",
+        )
+
+
+def _largest(value: Tensor) -> float:
+    """Return the largest magnitude of a tensor's finite numbers."""
+    here = value.local if isinstance(value, Sharded) else value
+    numbers = here.float() if here.itemsize == 1 else here
+    return float(numbers.abs().where(numbers.isfinite(), 0).max()) if numbers.numel() else 0.0

@@ -20,7 +20,7 @@ from ..state.arena import BufferSpec, refuse_unplaceable
 from ..state.handle import Handle
 from ..state.leaf import Leaf, as_tensor, key_name, owned, turns_of
 from ..tree import Treedef, path_string
-from .matching import Part, matched, type_of
+from .matching import Part, check_range, matched, type_of
 
 __all__ = [
     "load_state_dict",
@@ -115,7 +115,11 @@ def written(
     values = {name: owned(as_tensor(value)) for name, value in d.items()}
     types = {name: type_of(value) for name, value in values.items()}
     found = matched(slots, types, function, where, part, cast=cast, optional=optional)
-    return put(state, slots, {name: values[source] for name, source in found.items()}, function)
+    values = {name: values[source] for name, source in found.items()}
+    with ordinary():
+        without_gradients()
+        check_range(slots, values, function)
+    return put(state, slots, values, function)
 
 
 def slots_of(state: Any, function: str) -> tuple[dict[str, Tensor], set[str]]:
@@ -148,18 +152,6 @@ def put(state: T, slots: Mapping[str, Tensor], values: Mapping[str, Tensor], fun
     """Write values into the leaves of a state, of a copy of a plain pytree, or into the tensors of a module."""
     with ordinary():
         without_gradients()
-        beyond = [
-            f"{name}  expected numbers up to {torch.finfo(slots[name].dtype).max:.3g}   got {_largest(value):.3g}"
-            for name, value in values.items()
-            if value.dtype != slots[name].dtype and _largest(value) > torch.finfo(slots[name].dtype).max
-        ]
-        if beyond:
-            raise LayoutError.of(
-                "",
-                f"{function}: values do not fit the dtype that they are cast to; `state` is unchanged.",
-                rows=beyond,
-                fix="load them as they are, into a state of their own dtype.",
-            )
         values = {name: value.to(slots[name].dtype) for name, value in values.items()}
         if isinstance(state, Handle):
             new = {position: values[name] for position, name in enumerate(slots) if name in values}
@@ -201,12 +193,6 @@ def put(state: T, slots: Mapping[str, Tensor], values: Mapping[str, Tensor], fun
             for name, leaf in slots.items()
         ]
     return pytree.unflatten(pytree.flatten(state)[1], copies)  # type: ignore[no-any-return]
-
-
-def _largest(value: Tensor) -> float:
-    """Return the largest magnitude of a tensor's finite numbers."""
-    numbers = value.float() if value.itemsize == 1 else value
-    return float(numbers.abs().where(numbers.isfinite(), 0).max()) if numbers.numel() else 0.0
 
 
 def opened(state: Any) -> tuple[list[Tensor], Treedef]:

@@ -167,6 +167,12 @@ def parts(folder: str) -> list[dict[str, torch.Tensor]]:
         loaded.append(saved.load(fresh(3, torch.bfloat16), part={"params": "opt_state.0.mu"}, cast=True))
         with pytest.raises(fcg.LayoutError, match=r"to .*cast=True|`cast=True` fits them"):
             saved.load(fresh(3, torch.bfloat16), part="params")
+        saved.save(state.replace(params={"w": params["w"] * 2e3, "b": params["b"]}), step=5, wait=True)
+        # The shard of one rank has numbers that are too large; the other rank is told.
+        refused = (fcg.LayoutError, "got 6.8e\\+04") if rank_of() == 1 else (fcg.RankError, "rank 1")
+        with pytest.raises(refused[0], match=refused[1]):
+            saved.load(half := fresh(3, torch.float16), part="params", cast=True)
+        assert not fcg.sharding.gather(half).params["w"].any()
     if rank_of() == 0:
         Path(folder, "hub").mkdir()
         fcg.save(f"{folder}/hub/model.safetensors", params, shard_bytes=20)
