@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .lifetimes import storage_bytes
-from .passes.fused import read_arguments, written_pairs
+from .passes.bounds import may_raise
+from .passes.fused import read_arguments, replacements, replaces_some, written_pairs
 from .program import Instr, Program, Var, live
 
 __all__ = ["Schedule", "live_instrs", "schedule", "temporaries"]
@@ -29,8 +30,8 @@ class Schedule:
 
     Attributes:
       head: Calls that compute, in order.
-      fused: Optimizer calls of the tail that write their slots in place; behind a compiled function also calls on lists
-        that these alone read.
+      fused: Calls of the tail that write their slots in place, all or some rows; behind a compiled function also
+        calls on lists that optimizer calls alone read.
       commits: Pairs (slot or range, variable) to copy in the tail.
       staged: Targets of commits whose new value aliases a slot: it is copied to a temporary first.
       outputs: Variables of metrics, printed and tapped values, in order.
@@ -69,7 +70,7 @@ def schedule(program: Program, *, fuse: Collection[Instr] | None = None) -> Sche
 
 
 def _move_fused(program: Program, plan: Schedule, which: Collection[Instr] | None) -> None:
-    """Move fused optimizer calls to the tail if their results go to the same slots that they read."""
+    """Move calls to the tail whose results go to the same slots that they read, and that may write them in place."""
     slots = {*program.slots, *(known.var for known in program.ranges)}
     readers = Counter(var for instr in plan.head for var in set(instr.inputs()))
     readers.update(set(program.results))
@@ -82,24 +83,37 @@ def _move_fused(program: Program, plan: Schedule, which: Collection[Instr] | Non
             return (name == "grads" or source not in slots) and not readers[result]
         return goals[result] == [source] and not readers[result]
 
-    candidates = {}
+    # Calls that move together, and what they write.
+    groups: list[tuple[list[Instr], set[Var]]] = []
     for instr in plan.head:
-        pairs = written_pairs(instr)
-        if pairs and (which is None or instr in which) and all(fits(*pair) for pair in pairs):
-            candidates[instr] = {source for _, source, result in pairs if result in goals}
-    written = {var.storage for own in candidates.values() for var in own}
-    written_later: set[int] = (
-        set()
-    )  # by the rest of the head: a call moved behind it would read these new values
-    for instr in reversed(plan.head):
-        own = candidates.get(instr)
-        # a call must not read what any candidate writes, not even what it writes itself in another of its rows
-        reads = {var.storage for var in read_arguments(instr)} if own else set()
-        if own and reads.isdisjoint(written) and reads.isdisjoint(written_later):
-            plan.fused.append(instr)
-        written_later.update(var.storage for var in instr.writes)
-    plan.fused.reverse()
-    plan.head = [instr for instr in plan.head if instr not in plan.fused]
+        pairs = None if replaces_some(instr) else written_pairs(instr)
+        if pairs and all(fits(*pair) for pair in pairs):
+            groups.append(([instr], {source for _, source, result in pairs if result in goals}))
+    makers = {var: instr for instr in plan.head for var in instr.outputs()}
+    for chain in replacements(program, plan.head):
+        if not any(may_raise(instr, makers) for instr in chain):
+            groups.append((chain, {chain[0].args[0]}))
+    # A call must not read what any of them writes, nor what the rest of the head writes: these would be new values.
+    written = {var.storage for _, own in groups for var in own}
+    last = {var.storage: number for number, instr in enumerate(plan.head) for var in instr.writes}
+    places = {instr: number for number, instr in enumerate(plan.head)}
+    moved: dict[Instr, Instr] = {}
+    dropped: set[Instr] = set()
+    for calls, own in groups:
+        writers = [instr for instr in calls if written_pairs(instr)]
+        reads = [(places[instr], var.storage) for instr in writers for var in read_arguments(instr)]
+        if (which is None or all(instr in which for instr in calls)) and all(
+            one not in written and last.get(one, -1) <= number for number, one in reads
+        ):
+            moved |= {one: _on_slot(one, *own) if replaces_some(one) else one for one in writers}
+            dropped.update(calls)
+    plan.fused = [moved[instr] for instr in plan.head if instr in moved]
+    plan.head = [instr for instr in plan.head if instr not in dropped]
+
+
+def _on_slot(instr: Instr, slot: Var) -> Instr:
+    """Return a call that replaces some elements of what was a copy of a slot, on the slot."""
+    return replace(instr, args=(slot, *instr.args[1:]), writes=())
 
 
 def temporaries(program: Program, plan: Schedule) -> dict[int, int]:

@@ -13,6 +13,7 @@ __all__ = ["FILES", "HAZARDS", "OUTCOMES", "Hazard"]
 OUTCOMES = ("impossible", "refused", "documented")
 
 FILES = {
+    "rows_in_place": "tests/test_rows_in_place.py",
     "asks": "tests/test_is_compiling.py",
     "after_failure": "tests/test_after_failure.py",
     "agreement": "tests/cuda/test_agreement.py",
@@ -1232,5 +1233,9 @@ HAZARDS = (
          "refused: LayoutError", "checkpoint_parts::test_both_sides_are_listed",
          "checkpoint_parts::test_another_dtype_needs_a_word",
          "checkpoint_parts::test_a_folder_that_is_not_whole_is_refused"),
+    _row(242, 1, "N264 N265 N266", "rows of a leaf are written in place, and something reads them, or raises",
+         "impossible: they are written last, after all that reads and checks; else a copy is",
+         "rows_in_place::test_the_bits_are_those_of_a_copy",
+         "rows_in_place::test_an_index_out_of_bounds_leaves_the_state_as_it_is"),
 )
 # fmt: on

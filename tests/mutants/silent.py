@@ -798,4 +798,30 @@ SILENT = (
         ("tests/test_checkpoint_parts.py::test_a_folder_that_is_not_whole_is_refused",),
         no_gpu="it happens on the host",
     ),
+    Mutant(
+        "N264",
+        "rows of a leaf are written in place although what is written reads that leaf, or another one that is",
+        (("            one not in written and last.get(", "            last.get("),),
+        ("tests/test_rows_in_place.py::test_the_bits_are_those_of_a_copy",),
+        no_gpu="the schedule is made on the host",
+    ),
+    Mutant(
+        "N265",
+        "rows of a leaf are written at indices that nobody checked before",
+        (
+            ("    check_replacements(program)\n", ""),
+            ("        if not any(may_raise(instr, makers) for instr in chain):", "        if chain:"),
+        ),
+        (
+            "tests/test_rows_in_place.py::test_an_index_out_of_bounds_leaves_the_state_as_it_is[False-index_add]",
+        ),
+        no_gpu="a kernel of the device raises when the context is lost",
+    ),
+    Mutant(
+        "N266",
+        "rows of a leaf are written in place although the step returns the new leaf, too",
+        (("                or any(one.writes != (at,) for one in own)\n", ""),),
+        ("tests/test_rows_in_place.py::test_the_bits_are_those_of_a_copy",),
+        no_gpu="the schedule is made on the host",
+    ),
 )

@@ -1,4 +1,4 @@
-"""Check indices, divisors and probabilities before a compiled function uses them on the CPU.
+"""Check indices, divisors and probabilities on the CPU, before a compiled function uses them or a call writes a slot.
 
 A compiled function checks an index inside the loop that uses it. If that loop runs on several threads, none of them
 catches the exception, and the process dies (torch 2.13). Integer division by zero kills it as well. Other checks of
@@ -7,7 +7,7 @@ torch's kernels are omitted. Checking the tensor beforehand raises the error tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,10 +18,11 @@ from torch._ops import OpOverload
 
 from ...tensors.aten import named_arguments
 from ...tensors.op_table import row_of
-from ..program import Instr, Program, Var
+from ..program import Instr, Program, Var, live
 from .changes import Fresh, final
+from .fused import replacements
 
-__all__ = ["check_values"]
+__all__ = ["check_replacements", "check_values", "may_raise"]
 
 _library = torch.library.Library("fcg", "FRAGMENT")
 _library.define("checked(Tensor index, int least, int size, int? ignored=None) -> Tensor")
@@ -88,7 +89,25 @@ def _bounds(named: Mapping[str, Any], *, from_the_end: bool) -> Bounds:
             yield index, -size, size, None
 
 
-def check_values(program: Program, head: Sequence[Instr]) -> list[Instr]:
+def check_replacements(program: Program) -> None:
+    """Check the indices of calls that may write some elements of a slot in place."""
+    calls, _ = live(program.instrs, [*program.results, *(new for _, new in program.updates)])
+    which = {instr for chain in replacements(program, calls) for instr in chain}
+    if any(may_raise(instr, {}) for instr in which):
+        program.instrs = check_values(program, program.instrs, which)
+
+
+def may_raise(instr: Instr, makers: Mapping[Var, Instr]) -> bool:
+    """Whether a call runs on the CPU and has indices that are not checked."""
+    return any(
+        demand[0].spec.device.type == "cpu" and (demand[0] not in makers or makers[demand[0]].op is not check)
+        for check, demand in _demands(instr)
+    )
+
+
+def check_values(
+    program: Program, head: Sequence[Instr], which: Collection[Instr] | None = None
+) -> list[Instr]:
     """Return the head with checked indices, divisors and probabilities; each is checked once per size.
 
     What is checked is copied, so it is checked again once a call has written it.
@@ -96,13 +115,14 @@ def check_values(program: Program, head: Sequence[Instr]) -> list[Instr]:
     Args:
       program: The program, which tells which variable numbers are free.
       head: Its calls.
+      which: The calls whose arguments are checked; None for all.
     """
     fresh = Fresh(program)
     known: dict[tuple[Any, ...], Var] = {}
     calls: list[Instr] = []
     for instr in head:
         names: dict[Var, Var] = {}
-        for demand in _demands(instr):
+        for demand in _demands(instr) if which is None or instr in which else ():
             check, arguments = demand
             value = arguments[0]
             if demand not in known:

@@ -1,4 +1,7 @@
-"""Fused optimizer ops, such as ``_fused_adamw``: what they read and write, their in-place forms, and their parts.
+"""Calls whose results may be written over their arguments: what they read and write, and their in-place forms.
+
+They are fused optimizer ops, such as ``_fused_adamw``, and ops that replace some elements, such as ``index_copy``: a
+replay buffer of a gigabyte gets a few rows at each call.
 
 A call on lists can be split: calls on parts of the lists compute the same.
 
@@ -22,16 +25,28 @@ from ...tensors.op_table import row_of
 from ..program import Instr, Program, Var, vars_in
 from .min_cut import is_cheap, is_fused
 
-__all__ = ["at_places", "group_size", "in_place", "read_arguments", "split_light", "written_pairs"]
+__all__ = [
+    "at_places",
+    "group_size",
+    "in_place",
+    "read_arguments",
+    "replacements",
+    "replaces_some",
+    "split_light",
+    "written_pairs",
+]
 
 # Elements; the update of so many takes no longer than its launch, and their trip through memory half of that.
 _LIGHT = 2**16
+_CLONE = torch.ops.aten.clone.default
 _FEW = 4  # leaves that are not worth a launch of their own
 
 
 def written_pairs(instr: Instr) -> list[tuple[str, Var, Var]] | None:
-    """Return what a functional fused optimizer op writes, as (name, argument, result); None for other ops."""
+    """Return what a call would write in its in-place form, as (name, argument, result); None for other ops."""
     schema = instr.op._schema
+    if replaces_some(instr):
+        return [("self", instr.args[0], instr.out)]
     if row_of(instr.op).kind != "optimizer" or schema.is_mutable or instr.kwargs.get("grad_scale"):
         return None
     names = [result.name.removesuffix("_out") for result in schema.returns]
@@ -43,16 +58,55 @@ def written_pairs(instr: Instr) -> list[tuple[str, Var, Var]] | None:
     ]
 
 
+def replaces_some(instr: Instr) -> bool:
+    """Whether a call replaces some elements of its first argument: in a copy or, if torch has that form, in place."""
+    if row_of(instr.op).kind != "indexing" or not isinstance(instr.out, Var):
+        return False
+    return hasattr(torch.ops.aten, instr.name.rstrip("_") + "_")
+
+
+def replacements(program: Program, calls: Sequence[Instr]) -> list[list[Instr]]:
+    """Return calls that replace some elements of a slot, whose results nothing else reads: those of a slot together.
+
+    Among them are clones, of the slot or of such a result, that others write.
+    """
+    touching: dict[int, list[Instr]] = {}
+    for instr in calls:
+        for storage in {var.storage for var in (*instr.inputs(), *instr.outputs())}:
+            touching.setdefault(storage, []).append(instr)
+    leaving = Counter(var.storage for var in (*program.results, *(new for _, new in program.updates)))
+    found = []
+    for old, at in program.updates:
+        chain: list[Instr] = []
+        while at is not old and leaving[at.storage] == (not chain) and at.storage in touching:
+            first, *others = touching[at.storage]
+            own = others[: len(others) - bool(chain)]  # the last one is that of the chain
+            replaced = [one for one in (first, *own) if one.op is not _CLONE]
+            if (
+                first.out is not at
+                or first.writes
+                or any(one.writes != (at,) for one in own)
+                or any(not replaces_some(one) or one.args[0] in read_arguments(one) for one in replaced)
+            ):
+                break
+            chain = [first, *own, *chain]
+            at = first.args[0]
+        if at is old and any(map(replaces_some, chain)):
+            found.append(chain)
+    return found
+
+
 def read_arguments(instr: Instr) -> set[Var]:
     """Return the variables that such an op reads but does not write, gradients included."""
-    written = {result.name.removesuffix("_out") for result in instr.op._schema.returns} - {"grads"}
+    written = {"self"} if replaces_some(instr) else set()
+    written |= {result.name.removesuffix("_out") for result in instr.op._schema.returns} - {"grads"}
     named = named_arguments(instr.op, instr.args, instr.kwargs)
     return set(vars_in([value for name, value in named.items() if name not in written]))
 
 
 def in_place(op: Any) -> Any:
-    """Return the in-place form of a functional fused optimizer op."""
-    name = op._schema.name.removeprefix("aten::") + "_"
+    """Return the in-place form of such an op."""
+    name = op._schema.name.removeprefix("aten::").rstrip("_") + "_"
     return getattr(getattr(torch.ops.aten, name), op._overloadname)
 
 

@@ -26,6 +26,7 @@ from ...tensors.op_table import row_of
 from ..evaluate import AS_STRIDED
 from ..program import Instr, Program, SlotRange, Var, map_vars, written_storages
 from ..sub_programs import SubProgram, rename, rewrite_sub_programs
+from .bounds import check_replacements
 from .changes import Fresh, final
 
 __all__ = ["clears", "range_tensor", "rewrite"]
@@ -58,6 +59,7 @@ def rewrite(program: Program, places: Sequence[tuple[int, int]]) -> None:
     _share_storages(program)
     for known in program.ranges:
         _merge_updates(program, known)
+    check_replacements(program)
 
 
 def _rewritten(part: Program) -> None:
