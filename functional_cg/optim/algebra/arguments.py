@@ -230,7 +230,8 @@ def in_range(
         turned = "learning_rate" in name and value < 0
         fix = f".\nTo fix: `{-value!r}`; updates lead downhill already." if turned else ""
         raise ValueError(f"{name} must be {bound}, got {value!r}{fix}")
-    require(not count or isinstance(value, int), f"{name} is a count, got {value!r}")
+    if count and not isinstance(value, int):
+        raise ValueError(f"{name} is a count, got {value!r}")
 
 
 def _in_place_of(value: object) -> str:
