@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -13,17 +11,6 @@ from torch import Tensor
 from functional_cg import tree
 from functional_cg.manual import Documented
 from functional_cg.optim.algebra.arguments import in_range, require
-
-_RANGES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "factor": {"below": 1.0, "zero": False},
-        "patience": {"low": 1.0, "count": True},
-        "rtol": {"below": 1.0},
-        "atol": {},
-        "cooldown": {"count": True},
-        "min_scale": {"below": 1.0},
-    }
-)
 
 
 @tree.register_dataclass
@@ -87,8 +74,12 @@ class ReduceOnPlateau(metaclass=Documented):
     min_scale: float = tree.static(default=0.0)
 
     def __post_init__(self) -> None:
-        for name, limits in _RANGES.items():
-            in_range(f"ReduceOnPlateau: {name}", getattr(self, name), **limits)
+        in_range("ReduceOnPlateau: factor", self.factor, below=1.0, zero=False)
+        in_range("ReduceOnPlateau: patience", self.patience, low=1.0, count=True)
+        in_range("ReduceOnPlateau: rtol", self.rtol, below=1.0)
+        in_range("ReduceOnPlateau: atol", self.atol)
+        in_range("ReduceOnPlateau: cooldown", self.cooldown, count=True)
+        in_range("ReduceOnPlateau: min_scale", self.min_scale, below=1.0)
 
     @classmethod
     def create(cls, *, device: torch.device | str = "cpu", **numbers: float) -> Self:

@@ -70,9 +70,10 @@ class _Checked(Schedule):
 
 
 _OTHERS = ("boundaries_and_scales", "staircase")  # arguments that are no numbers
-_POSITIVE = """
-transition_steps decay_steps decay_rate power pct_start div_factor final_div_factor cycles length_factor
-""".split()
+_POSITIVE = (
+    *("transition_steps", "decay_steps", "decay_rate", "power", "cycles"),
+    *("pct_start", "div_factor", "final_div_factor", "length_factor"),
+)
 
 
 def _check(factory: str, **values: Any) -> None:
