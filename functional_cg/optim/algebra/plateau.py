@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functional_cg import tree
 from functional_cg.manual import Documented
-from functional_cg.optim.algebra.arguments import in_range, require
+from functional_cg.optim.algebra.arguments import are_numbers, in_range, require
 
 
 @tree.register_dataclass
@@ -74,6 +74,7 @@ class ReduceOnPlateau(metaclass=Documented):
     min_scale: float = tree.static(default=0.0)
 
     def __post_init__(self) -> None:
+        are_numbers("ReduceOnPlateau", **vars(self))
         in_range("ReduceOnPlateau: factor", self.factor, below=1.0, zero=False)
         in_range("ReduceOnPlateau: patience", self.patience, low=1.0, count=True)
         in_range("ReduceOnPlateau: rtol", self.rtol, below=1.0)
