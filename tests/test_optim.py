@@ -979,7 +979,6 @@ _DOWNHILL = [
     optim.chain(
         optim.scale_by_adam(), optim.scale_by_schedule(optim.linear(0.1, 0.0, 10)), optim.scale(-1.0)
     ),
-    optim.chain(optim.scale_by_adam(), optim.scale_by_schedule(optim.linear(-0.1, 0.0, 10))),
     optim.chain(optim.scale_by_adam(), optim.scale_by_schedule(lambda count: -0.1)),
     optim.chain(optim.sgd(0.1), optim.masked(optim.set_to_zero(), {"w": True, "b": False})),
     optim.partition({"a": optim.sgd(0.1), "b": optim.set_to_zero()}, _LABELS),

@@ -377,6 +377,7 @@ def test_a_plateau_between_steps_and_its_arguments() -> None:
         (lambda: optim.join_schedules([optim.constant(1.0)] * 3, [3, 1]), "boundaries must ascend"),
         (lambda: optim.one_cycle(1.0, 2), "one_cycle: of transition_steps=2, pct_start=0.3 leaves 0 to rise"),
         (lambda: optim.polynomial(1.0, 0.0, 0, 10), "power must be positive"),
+        (lambda: optim.linear(-0.1, 0.0, 9), r"init_value must be at least 0 .*\nTo fix: `0\.1`; .*downhill"),
     ],
 )
 def test_arguments_of_joined_schedules_are_checked(make: Any, said: str) -> None:

@@ -188,6 +188,9 @@ def are_numbers(factory: str, **values: object) -> None:
             )
 
 
+_SCHEDULED = ("constant", "end", "init", "peak")  # values of a schedule
+
+
 def in_range(
     name: str,
     value: object,
@@ -227,8 +230,12 @@ def in_range(
             bound = f"in {'[' if zero else '('}{low:g}, {below:g})"
         else:
             bound = f"at least {low:g} and finite" if zero else "positive and finite"
-        turned = "learning_rate" in name and value < 0
-        fix = f".\nTo fix: `{-value!r}`; updates lead downhill already." if turned else ""
+        turned = value < 0 and name.endswith(("learning_rate", *(f": {one}_value" for one in _SCHEDULED)))
+        fix = (
+            f".\nTo fix: `{-value!r}`; updates lead downhill already, `optim.scale(-1.0)` turns them."
+            if turned
+            else ""
+        )
         raise ValueError(f"{name} must be {bound}, got {value!r}{fix}")
     if count and not isinstance(value, int):
         raise ValueError(f"{name} is a count, got {value!r}")
