@@ -91,7 +91,7 @@ def load(path: str | os.PathLike[str], state: T, *, part: Part = None, cast: boo
     leaves needs a value, and each value of that name a leaf; the other leaves stay as they are. ``part="params"`` is
     the values named ``params.…``: they go to the leaves of that name or, if ``state`` has none (a tree of parameters, a
     module), to all of its leaves, under the rest of the name. ``part={"params": "ema"}`` takes other names, the state's
-    first: ``""`` is all names, the longest one counts, and None leaves out.
+    first: ``""`` is all names, the longest one counts, of the state's and of the file's, and None leaves out.
 
     Checksums are verified, so that a flipped bit is found. Any other safetensors file with the right names works too,
     such as one from before version 0.2; it has none, and what has changed in it is not noticed.

@@ -451,7 +451,7 @@ def cosine_restarts(
     require(
         min(lengths) > warmup_steps,
         f"cosine_restarts: decay_steps counts the warm-up in; the cycles are {lengths} long, and warmup_steps="
-        f"{warmup_steps}",
+        f"{warmup_steps}.\nTo fix: a longer `decay_steps`, or a larger `length_factor`.",
     )
     peaks = [peak_value * peak_factor**i for i in range(cycles)]
     parts = [
