@@ -10,7 +10,7 @@ Steps:
   GraphStep, GraphFn   what they make: ``explain()``, ``profile()``, ``find_nonfinite()``, ``eager()``
   Lowered, Captured    a step that was traced and checked for one layout; and then captured
   prefetch          copy the next batches to the step's device while it runs
-  bucket            pad batches of any length to a few sizes
+  bucket, pack      pad batches of any length to a few sizes; pack sequences into one row of fixed length
   record            record the last calls, to go back to any of them and see where it went wrong
 
 States:
@@ -66,6 +66,7 @@ from . import random as random
 from . import sharding as sharding
 from . import tree as tree
 from .buckets import bucket as bucket
+from .buckets import pack as pack
 from .checkpoint import Checkpoints as Checkpoints
 from .checkpoint import checkpoints as checkpoints
 from .checkpoint import load as load

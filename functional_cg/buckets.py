@@ -1,4 +1,4 @@
-"""Bucket: pad batches of many lengths to a few sizes, so that a step needs one capture per size."""
+"""Batches of many lengths: padded to a few sizes, with one capture per size; or packed into one row of one size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .state.arena import BufferSpec
 from .state.leaf import as_tensor
 from .tree import path_string
 
-__all__ = ["Buckets", "bucket"]
+__all__ = ["Buckets", "bucket", "pack"]
 
 _Number = int | float | bool
 
@@ -86,6 +86,81 @@ def bucket(
     if not isinstance(mask, str | None):
         raise TypeError(f"bucket: mask must be a name or None, got {mask!r}")
     return Buckets(loader, chosen, dim, pad, mask)
+
+
+def pack(sequences: Iterable[Any], *, capacity: int, max_sequences: int, pad: int = 0) -> dict[str, Tensor]:
+    """Pack token sequences of any lengths into one row of fixed length, for one capture and little padding.
+
+    The shapes depend on ``capacity`` and ``max_sequences`` alone. The padding at the end counts as one more sequence,
+    so attention over it is finite; its labels are -100, which ``cross_entropy`` ignores. To keep attention within each
+    sequence, compare ``documents`` in the step, as below, or pass ``cu_seqlens`` to a kernel for variable lengths.
+
+    To pack the batches of a ``DataLoader``: ``collate_fn=partial(fcg.pack, capacity=4096, max_sequences=32)``.
+
+    Args:
+      sequences: Tensors or arrays of integers, 1-dim, on one device.
+      capacity: Length of the row, in tokens.
+      max_sequences: The most sequences that a row may hold.
+      pad: The token to pad with.
+    Returns:
+      A dict with ``tokens`` [1, capacity]; ``labels`` i64[1, capacity], the next token of the same sequence, or -100;
+      ``positions`` i64[1, capacity], from 0 in each sequence; ``documents`` i64[1, capacity], the number of the
+      sequence; and ``cu_seqlens`` i32[max_sequences + 2], where each begins, then ``capacity``.
+    Raises:
+      LayoutError: If the sequences do not fit.
+      TypeError: If there are none, or one is not a 1-dim tensor or array of integers.
+      ValueError: If ``capacity`` or ``max_sequences`` is not a positive integer.
+
+    Example:
+      >>> import torch, functional_cg as fcg
+      >>> batch = fcg.pack([torch.tensor([5, 6, 7]), torch.tensor([8, 9])], capacity=6, max_sequences=3)
+      >>> batch["tokens"], batch["labels"]
+      (tensor([[5, 6, 7, 8, 9, 0]]), tensor([[   6,    7, -100,    9, -100, -100]]))
+      >>> batch["positions"], batch["documents"], batch["cu_seqlens"].tolist()
+      (tensor([[0, 1, 2, 0, 1, 0]]), tensor([[0, 0, 0, 1, 1, 2]]), [0, 3, 5, 6, 6])
+      >>> same = batch["documents"][:, None, :, None] == batch["documents"][:, None, None, :]
+      >>> q = k = v = torch.ones(1, 2, 6, 4)
+      >>> torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=same.tril()).shape
+      torch.Size([1, 2, 6, 4])
+    """
+    for name, size in (("capacity", capacity), ("max_sequences", max_sequences)):
+        if type(size) is not int or size < 1:
+            raise ValueError(f"pack: {name} must be a positive integer, got {size!r}. To fix: `{name}=64`.")
+    tensors = [as_tensor(one) for one in sequences]
+    if not tensors or not all(
+        isinstance(one, Tensor) and one.dim() == 1 and _is_integral(one) for one in tensors
+    ):
+        kinds = ", ".join(
+            str(BufferSpec.of(one)) if isinstance(one, Tensor) else type(one).__name__ for one in tensors[:5]
+        )
+        raise TypeError(
+            f"pack: expected 1-dim tensors of integers, got {kinds or 'none'}. To fix: `fcg.pack(rows, ...)`, with "
+            "a list of the tokens of each sequence, `[torch.tensor([5, 6, 7]), torch.tensor([8, 9])]`."
+        )
+    lengths = [len(one) for one in tensors]
+    free = capacity - sum(lengths)
+    if free < 0 or len(lengths) > max_sequences:
+        raise LayoutError.of(
+            "pack",
+            "the sequences do not fit in one row.",
+            rows=[
+                f"tokens     expected at most {capacity}   got {sum(lengths)}",
+                f"sequences  expected at most {max_sequences}   got {len(lengths)}",
+            ],
+            why="A captured graph has fixed shapes, and nothing is cut off silently.",
+            fix="make the batches of the loader smaller; or "
+            f"`capacity={max(capacity, sum(lengths))}, max_sequences={max(max_sequences, len(lengths))}`.",
+        )
+    first = tensors[0]
+    tokens = torch.cat([*tensors, first.new_full((free,), pad)])
+    counts = torch.tensor([0, *lengths, free, *[0] * (max_sequences - len(lengths))], device=first.device)
+    starts = counts.cumsum(0)
+    documents = torch.arange(max_sequences + 1, device=first.device).repeat_interleave(counts[1:])
+    positions = torch.arange(capacity, device=first.device) - starts[documents]
+    goes_on = (positions.roll(-1) > 0) & (documents < len(lengths))  # the row's first position is 0, too
+    labels = torch.where(goes_on, tokens.roll(-1).long(), -100)
+    rows = {"tokens": tokens, "labels": labels, "positions": positions, "documents": documents}
+    return {name: row[None] for name, row in rows.items()} | {"cu_seqlens": starts.int()}
 
 
 class Buckets(Iterable[Any]):
@@ -245,6 +320,10 @@ def _extended(leaf: _Found, dim: int, size: int, value: _Number) -> Tensor:
     padded.narrow(dim, 0, length).copy_(tensor)
     padded.narrow(dim, length, size - length).fill_(value if length < size else 0)
     return padded
+
+
+def _is_integral(tensor: Tensor) -> bool:
+    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype is torch.bool)
 
 
 def _holds(dtype: torch.dtype, value: _Number) -> bool:

@@ -340,10 +340,10 @@ class PinnedRing:
 def on_host(leaf: Any) -> Tensor | None:
     """Return a leaf as a host tensor to copy from; None for leaves that pass through unchanged.
 
-    These include numbers, which may be static arguments, and what the step refuses: its message names the
-    leaf.
+    These include numbers, which may be static arguments and never change, unlike an array of one; and what the step
+    refuses: its message names the leaf.
     """
-    if isinstance(leaf, Leaf) or not (isinstance(leaf, Tensor) or getattr(leaf, "shape", None)):
+    if isinstance(leaf, Leaf) or not hasattr(leaf, "__setitem__"):
         return None
     tensor = as_input(leaf)
     if tensor is None or not tensor.is_cpu or unplaceable(tensor) or cuts_a_graph(leaf):

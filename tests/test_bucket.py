@@ -298,3 +298,122 @@ def test_a_batch_is_a_copy_whether_or_not_it_is_padded(length: int) -> None:
 @pytest.mark.parametrize("length", [3, 4])
 def test_a_pinned_batch_stays_pinned(length: int) -> None:
     assert only({"x": torch.ones(2, length).pin_memory()})["x"].is_pinned()
+
+
+# -- packed ---------------------------------------------------------------------------------------------------------
+
+CAPACITY, MOST, WORDS = 24, 5, 7
+
+
+def parameters(device: str = "cpu") -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"words": (WORDS, 8), "places": (CAPACITY, 8), "qkv": (24, 8), "out": (WORDS, 8)}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+        for name, shape in shapes.items()
+    }
+
+
+def packed_loss(params: dict[str, Tensor], batch: dict[str, Tensor], **attention: Any) -> Tensor:
+    """Sum of the losses of a causal transformer of one layer and two heads."""
+    x = params["words"][batch["tokens"]] + params["places"][batch["positions"]]
+    q, k, v = (x @ params["qkv"].T).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+    if not attention:
+        documents = batch["documents"]
+        attention = {"attn_mask": (documents[:, None, :, None] == documents[:, None, None, :]).tril()}
+    mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, **attention)
+    logits = (x + mixed.transpose(1, 2).flatten(2)) @ params["out"].T
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+def alone(params: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    batch = {
+        "tokens": tokens[None],
+        "positions": torch.arange(len(tokens), device=tokens.device)[None],
+        "labels": torch.cat([tokens[1:], tokens.new_tensor([-100])])[None],
+    }
+    return packed_loss(params, batch, is_causal=True)
+
+
+def packed_step(state: Any, batch: dict[str, Tensor]) -> Any:
+    loss, grads = fcg.value_and_grad(packed_loss)(state["params"], batch)
+    return {"params": state["params"], "grads": grads}, {"loss": loss}
+
+
+def assert_as_alone(step: Any, lengths: list[int], device: str = "cpu") -> None:
+    generator = torch.Generator().manual_seed(len(lengths))
+    rows = [torch.randint(WORDS, (n,), generator=generator).to(device) for n in lengths]
+    params = parameters(device)
+    state = fcg.place({"params": params, "grads": fcg.tree.map(torch.zeros_like, params)})
+    state, metrics = step(state, fcg.pack(rows, capacity=CAPACITY, max_sequences=MOST, pad=3))
+    loss, grads = fcg.value_and_grad(lambda p: sum(alone(p, row) for row in rows if len(row)))(params)
+    torch.testing.assert_close(metrics["loss"].clone(), loss, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(fcg.snapshot(state["grads"]), grads, rtol=1e-10, atol=1e-10)
+
+
+some_lengths = st.lists(st.integers(0, CAPACITY), min_size=1, max_size=MOST).filter(
+    lambda lengths: 0 < sum(lengths) <= CAPACITY
+)
+
+
+def test_loss_and_gradients_of_a_packed_row_are_those_of_its_sequences() -> None:
+    step = fcg.graph_step(lowering="aten")(packed_step)
+
+    @settings(deadline=None, max_examples=30)
+    @given(some_lengths)
+    def holds(lengths: list[int]) -> None:
+        assert_as_alone(step, lengths)
+
+    holds()
+    assert step.stats.traces == 1
+
+
+@pytest.mark.kernels
+def test_a_packed_row_in_a_compiled_step() -> None:
+    assert_as_alone(fcg.graph_step(lowering="inductor")(packed_step), [5, 1, 9])
+
+
+@pytest.mark.cuda
+def test_a_packed_row_on_a_gpu() -> None:
+    step = fcg.graph_step(packed_step)
+    for lengths in ([5, 1, 9], [24], [2, 2, 2, 2, 2]):
+        assert_as_alone(step, lengths, "cuda")
+    assert step.stats.traces == 1
+
+
+@given(lengths=some_lengths, dtype=st.sampled_from([torch.int64, torch.int32, torch.uint8]))
+def test_a_row_gives_back_its_sequences(lengths: list[int], dtype: torch.dtype) -> None:
+    rows = [torch.randint(1, 9, (n,)).to(dtype) for n in lengths]
+    batch = fcg.pack([row.numpy() for row in rows], capacity=CAPACITY, max_sequences=MOST)
+    starts = batch["cu_seqlens"]
+    assert (starts.dtype, len(starts), int(starts[-1])) == (torch.int32, MOST + 2, CAPACITY)
+    assert all(batch[name].shape == (1, CAPACITY) for name in ("tokens", "labels", "positions", "documents"))
+    for i, row in enumerate(rows):
+        place = slice(int(starts[i]), int(starts[i + 1]))
+        assert_trees_all_equal(batch["tokens"][0, place], row)
+        assert batch["labels"][0, place].tolist() == [*row[1:].tolist(), -100][: len(row)]
+        assert batch["positions"][0, place].tolist() == list(range(len(row)))
+        assert (batch["documents"][0, place] == i).all()
+    assert (batch["labels"][0, sum(lengths) :] == -100).all()
+
+
+def test_what_cannot_be_packed_is_refused_and_the_advice_helps() -> None:
+    rows = [torch.ones(3, dtype=torch.int64)] * 3
+    for sizes in ({"capacity": 8, "max_sequences": 3}, {"capacity": 9, "max_sequences": 2}):
+        with pytest.raises(
+            fcg.LayoutError, match=r"do not fit in one row(.|\n)*`capacity=9, max_sequences=3`"
+        ):
+            fcg.pack(rows, **sizes)
+    assert fcg.pack(rows, capacity=9, max_sequences=3)["tokens"].shape == (1, 9)
+    for name in ("capacity", "max_sequences"):
+        for size in (0, 2.0, True):
+            with pytest.raises(ValueError, match=f"pack: {name} must be a positive integer"):
+                fcg.pack(rows, **{"capacity": 9, "max_sequences": 3, name: size})
+    for wrong, got in (
+        ([], "none"),
+        ([torch.ones(3)], r"f32\[3\]"),
+        ([rows], "list"),
+        ([torch.ones(1, 2).long()], "i64"),
+    ):
+        with pytest.raises(TypeError, match=f"1-dim tensors of integers, got {got}"):
+            fcg.pack(wrong, capacity=9, max_sequences=3)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import re
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import functional_cg as fcg
@@ -151,6 +154,20 @@ def test_a_folder_of_hugging_face_is_read_and_written(tmp_path: Path, most: Any)
     assert names == {path.name for path in (tmp_path / "theirs").iterdir()}
 
 
+def test_a_folder_written_by_hand_as_hugging_face_does_is_read(tmp_path: Path) -> None:
+    """Without that library: files of safetensors, whose index holds names that its writer chose."""
+    model, values = a_model(), fcg.state_dict(a_model().state_dict())
+    names = sorted(values)
+    files = {"model-00001-of-00002.safetensors": names[:3], "model-00002-of-00002.safetensors": names[3:]}
+    for file, held in files.items():
+        save_file({name: values[name] for name in held}, tmp_path / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, held in files.items() for name in held}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model-00003-of-00003.safetensors").write_bytes(b"of a save that was killed")
+    (tmp_path / "config.json").write_text("{}")
+    assert_part(fcg.load(tmp_path, model).state_dict(), values, "")
+
+
 # --- nothing by halves ---------------------------------------------------------------------------------------------
 
 BOTH = 'part=["params", "buffers"]'
@@ -178,6 +195,12 @@ MISFITS = [
         "state",
         {"part": {"params": "ema", "params.0.bias": None, "params.0": "ema.2"}},
         "params.0.weight  expected f32[3,2] from 'ema.2.weight'   got f32[1,3]",
+        "",
+    ),
+    (
+        "state",
+        {"part": {"params": "params", "params.0.bias": "params.2.bias"}},
+        "params.2.bias  expected f32[1]   got what `part` gives to 'params.0.bias'",
         "",
     ),
     (
@@ -270,6 +293,24 @@ def test_tied_tensors_need_one_of_their_names_and_say_if_two_differ(tmp_path: Pa
         fcg.load(tmp_path / "tied", Tied())
     with pytest.raises(LayoutError, match=r"table\.weight  expected f32\[3,2\]   got nothing"):
         fcg.load_state_dict(Tied(), {"angles": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("number", [2.0, math.nan])
+def test_parameters_that_share_memory_are_one_tensor(tmp_path: Path, number: float) -> None:
+    """Two objects, and NaN, which is equal to itself here."""
+    for names in (["table.weight"], ["head.weight"], ["table.weight", "head.weight"]):
+        model, value = Tied(), torch.full((3, 2), number)
+        model.head.weight = nn.Parameter(model.table.weight.detach())
+        fcg.save(tmp_path / "tied", dict.fromkeys(names, value))
+        assert_part(
+            {"": fcg.load(tmp_path / "tied", model).head.weight.nan_to_num()}, {"": value.nan_to_num()}, ""
+        )
+    fcg.save(tmp_path / "tied", {"table.weight": value, "head.weight": torch.ones(3, 2)})
+    with pytest.raises(LayoutError, match=r"one tensor have different values"):
+        fcg.load(tmp_path / "tied", model)
+    part = {"a": "table.weight", "b": "table.weight"}
+    tree = fcg.load(tmp_path / "tied", {"a": torch.zeros(3, 2), "b": torch.zeros(3, 2)}, part=part)
+    assert tree["a"].nan_to_num().equal(value.nan_to_num())
 
 
 # --- several files -------------------------------------------------------------------------------------------------
@@ -396,6 +437,39 @@ def test_a_save_of_several_files_that_did_not_end_is_no_save(tmp_path: Path) -> 
     (tmp_path / "._model.safetensors").write_bytes(b"")
     fcg.save(tmp_path / "model.safetensors", state, shard_bytes=10_000)
     assert fcg.load(tmp_path, fcg.tree.map(torch.zeros_like, state))["c"].tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("killed_at", range(1, 5))
+@pytest.mark.parametrize("limit", [16, 32, None])
+def test_a_save_removes_what_killed_ones_left_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: int, limit: int | None
+) -> None:
+    """Killed at the first, second, third file or the index, before it has its name."""
+    path, replace = tmp_path / "model.safetensors", os.replace
+    others = {"model-00001-of-00009.safetensors", "model2-00001-of-00003.safetensors"}
+    save_file({"theirs": torch.ones(1)}, tmp_path / "model-00001-of-00009.safetensors")
+    fcg.save(tmp_path / "model2-00001-of-00003.safetensors", {"a": torch.ones(1)})
+    renamed: list[Any] = []
+
+    def killed(*names: Any) -> None:
+        renamed.append(names)
+        if len(renamed) < killed_at:
+            replace(*names)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", killed)
+        patched.setattr(Path, "unlink", lambda *_, **__: None)  # nothing is tidied up
+        with contextlib.suppress(OSError):
+            fcg.save(path, {name: torch.zeros(4) for name in "abc"}, shard_bytes=16)
+    fcg.save(path, {name: torch.ones(4) for name in "abc"}, shard_bytes=limit)
+    loaded = fcg.load(path if limit is None else tmp_path, {name: torch.zeros(4) for name in "abc"})
+    assert all(leaf.tolist() == [1] * 4 for leaf in loaded.values())
+    left = {one.name for one in tmp_path.iterdir()} - others
+    if limit is None:  # whole files may be those of an index that comes
+        left = {name for name in left if name.endswith(".tmp") or "-" not in name}
+    count = {16: 3, 32: 2, None: 1}[limit]
+    written = {f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)}
+    assert left == ({"model.safetensors"} if limit is None else written | {"model.safetensors.index.json"})
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

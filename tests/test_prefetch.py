@@ -226,7 +226,13 @@ def test_another_layout_gets_another_slot_and_strides_stay() -> None:
 
 def test_what_is_copied_from_the_host() -> None:
     state = fcg.place({"w": torch.ones(2)})
-    for leaf in (torch.ones(2), np.ones(3, np.float32), np.ones((2, 2))[:, ::-1], torch.ones(4)[::2]):
+    for leaf in (
+        torch.ones(2),
+        np.array(3.0),
+        np.ones(3, np.float32),
+        np.ones((2, 2))[:, ::-1],
+        torch.ones(4)[::2],
+    ):
         found = on_host(leaf)
         assert isinstance(found, Tensor)
         assert found.tolist() == leaf.tolist()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -150,10 +150,10 @@ def test_exponential_does_not_cross_its_end(rate: float, end: float, count: int)
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: optim.linear(1.0, 0.0, 0), "linear: transition_steps must be positive, got 0"),
+        (lambda: optim.linear(1.0, 0.0, 0), "linear: transition_steps must be positive and finite, got 0"),
         (lambda: optim.cosine(1.0, 0), "cosine: decay_steps must be positive"),
         (lambda: optim.warmup_cosine(1.0, 10, 10), "counts the warm-up in.*decay_steps=10, warmup_steps=10"),
-        (lambda: optim.warmup_cosine(1.0, -1, 10), "warmup_steps must not be negative"),
+        (lambda: optim.warmup_cosine(1.0, -1, 10), "warmup_steps must be at least 0"),
         (lambda: optim.exponential(1.0, 0, 0.5), "exponential: transition_steps must be positive"),
         (lambda: optim.exponential(1.0, 5, 0.0), "exponential: decay_rate must be positive"),
     ],
@@ -328,15 +328,42 @@ def test_a_plateau_is_that_of_optax(losses: list[float], numbers: Any) -> None:
         assert (int(ours.bad), int(ours.wait)) == (int(state.plateau_count), int(state.cooldown_count))
 
 
+@given(
+    losses=st.lists(st.floats(-9, 9) | st.just(-math.inf), min_size=1, max_size=30),
+    rtol=st.floats(0, 0.9),
+    atol=st.floats(0, 2),
+)
+def test_the_best_loss_of_a_plateau_falls_by_the_tolerance_or_stays(
+    losses: list[float], rtol: float, atol: float
+) -> None:
+    """Of any sign; the formulas of optax and torch take worse losses for better where the best is negative."""
+    plateau, best = optim.ReduceOnPlateau.create(rtol=rtol, atol=atol), math.inf
+    for loss in losses:
+        plateau = plateau.adjusted(loss)
+        sign = (best > 0) - (best < 0)
+        best = loss if loss < best * (1 - rtol * sign) - atol else best
+        assert float(plateau.best) == best <= (plateau.adjusted(math.inf).best)
+
+
 def test_a_plateau_between_steps_and_its_arguments() -> None:
     plateau = optim.ReduceOnPlateau.create(patience=1).adjusted(3.0)
     assert float(plateau.adjusted(float("nan")).scale) == 0.1
-    for numbers, said in (
-        ({"factor": 1.5}, "factor must be in"),
-        ({"patience": 0}, "patience must be at least 1"),
+    with pytest.raises(
+        ValueError, match=r"got the shape \[1\]\.\nTo fix: `plateau\.adjusted\(loss\.mean\(\)\)`"
     ):
-        with pytest.raises(ValueError, match=said):
-            optim.ReduceOnPlateau.create(**numbers)
+        plateau.adjusted(torch.ones(1))
+    bad = {
+        "factor": (0, 1, 1.5, -1),
+        "patience": (0, 1.5),
+        "rtol": (-0.1, 1),
+        "atol": (-0.1, math.inf),
+        "cooldown": (-1, 0.5),
+        "min_scale": (2, -1, 1),
+    }
+    for name, numbers in bad.items():
+        for number in (*numbers, math.nan):
+            with pytest.raises(ValueError, match=f"ReduceOnPlateau: {name} "):
+                optim.ReduceOnPlateau.create(**{name: number})
 
 
 @pytest.mark.parametrize(
@@ -345,16 +372,187 @@ def test_a_plateau_between_steps_and_its_arguments() -> None:
         (lambda: optim.join_schedules([optim.constant(1.0), 0.1], [3]), r"To fix: `optim\.constant\(0\.1\)`"),
         (
             lambda: optim.join_schedules([optim.constant(1.0)], [3]),
-            "a boundary.* for each of 1 schedules but the first",
+            "a boundary for each of the schedules but the first",
         ),
-        (lambda: optim.join_schedules([optim.constant(1.0)] * 3, [3, 1]), "ascending"),
-        (lambda: optim.one_cycle(1.0, 2), "one_cycle: 2 updates leave 0 to rise"),
+        (lambda: optim.join_schedules([optim.constant(1.0)] * 3, [3, 1]), "boundaries must ascend"),
+        (lambda: optim.one_cycle(1.0, 2), "one_cycle: of transition_steps=2, pct_start=0.3 leaves 0 to rise"),
         (lambda: optim.polynomial(1.0, 0.0, 0, 10), "power must be positive"),
+        (lambda: optim.linear(-0.1, 0.0, 9), r"init_value must be at least 0 .*\nTo fix: `0\.1`; .*downhill"),
     ],
 )
 def test_arguments_of_joined_schedules_are_checked(make: Any, said: str) -> None:
     with pytest.raises((TypeError, ValueError), match=said):
         make()
+
+
+def _ramp(t: float, steps: float) -> float:
+    return min(max(t / steps, 0.0), 1.0)
+
+
+def _half_period(a: float, n: float, b: float, t: float) -> float:
+    part = (1 + math.cos(math.pi * _ramp(t, n))) / 2
+    return a * part + b * (1 - part)
+
+
+def _warm(a: float, w: int, n: int, b: float, c: float, t: float) -> float:
+    return c + (a - c) * t / w if t < w else _half_period(a, n - w, b, t - w)
+
+
+def _decayed(a: float, n: float, x: float, staircase: bool, end: float | None, t: float) -> float:
+    out = a * x ** (math.floor(t / n) if staircase else t / n)
+    return out if end is None else max(out, end) if x < 1 else min(out, end)
+
+
+def _restarted(
+    a: float, n: int, cycles: int, w: int, b: float, longer: float, higher: float, t: float
+) -> float:
+    for i in range(cycles):
+        length = round(n * longer**i)
+        if t < length or i == cycles - 1:
+            return _warm(a * higher**i, w, length, b, b, t)
+        t -= length
+    raise AssertionError
+
+
+def _cycle(a: float, n: int, share: float, x: float, y: float, t: float) -> float:
+    top = int(share * n)
+    return _half_period(a / x, top, a, t) if t < top else _half_period(a, n - top, a / x / y, t - top)
+
+
+def _stairs(a: float, pairs: Any, t: float) -> float:
+    return a * math.prod(scale for boundary, scale in pairs if t >= boundary)
+
+
+any_rate = st.sampled_from([0.0, 1e-300, 0.25, 3.0])
+any_steps = st.integers(1, 400)
+any_factor = st.sampled_from([0.25, 1.0, 1.1])
+any_end = st.none() | any_rate
+any_boundaries = st.lists(st.integers(0, 400), min_size=1, max_size=1)
+any_pairs = st.lists(st.tuples(st.integers(0, 400), any_factor), max_size=4, unique_by=lambda pair: pair[0])
+
+# By schedule: what its arguments are drawn from, by name, and its formula in float64.
+FORMULAS: dict[Any, tuple[dict[str, Any], Callable[..., float]]] = {
+    optim.constant: ({"constant_value": any_rate}, lambda a, t: a),
+    optim.linear: (
+        {
+            "init_value": any_rate,
+            "end_value": any_rate,
+            "transition_steps": any_steps,
+            "transition_begin": any_steps,
+        },
+        lambda a, b, n, start, t: a + (b - a) * _ramp(t - start, n),
+    ),
+    optim.polynomial: (
+        {
+            "init_value": any_rate,
+            "end_value": any_rate,
+            "power": any_factor,
+            "transition_steps": any_steps,
+            "transition_begin": any_steps,
+        },
+        lambda a, b, x, n, start, t: b + (a - b) * (1 - _ramp(t - start, n)) ** x,
+    ),
+    optim.cosine: ({"init_value": any_rate, "decay_steps": any_steps, "end_value": any_rate}, _half_period),
+    optim.warmup_cosine: (
+        {
+            "peak_value": any_rate,
+            "warmup_steps": any_steps,
+            "decay_steps": any_steps,
+            "end_value": any_rate,
+            "init_value": any_rate,
+        },
+        _warm,
+    ),
+    optim.piecewise_constant: ({"init_value": any_rate, "boundaries_and_scales": any_pairs}, _stairs),
+    optim.exponential: (
+        {
+            "init_value": any_rate,
+            "transition_steps": any_steps,
+            "decay_rate": any_factor,
+            "staircase": st.booleans(),
+            "end_value": any_end,
+        },
+        _decayed,
+    ),
+    optim.warmup_exponential: (
+        {
+            "peak_value": any_rate,
+            "warmup_steps": any_steps,
+            "transition_steps": any_steps,
+            "decay_rate": any_factor,
+            "init_value": any_rate,
+            "staircase": st.booleans(),
+            "end_value": any_end,
+        },
+        lambda a, w, n, x, c, floor, end, t: (
+            c + (a - c) * t / w if t < w else _decayed(a, n, x, floor, end, t - w)
+        ),
+    ),
+    optim.one_cycle: (
+        {
+            "peak_value": any_rate,
+            "transition_steps": any_steps,
+            "pct_start": st.floats(0.05, 0.95),
+            "div_factor": any_factor,
+            "final_div_factor": any_factor,
+        },
+        _cycle,
+    ),
+    optim.cosine_restarts: (
+        {
+            "peak_value": any_rate,
+            "decay_steps": any_steps,
+            "cycles": st.integers(1, 4),
+            "warmup_steps": any_steps,
+            "end_value": any_rate,
+            "length_factor": any_factor,
+            "peak_factor": any_factor,
+        },
+        _restarted,
+    ),
+    optim.join_schedules: (
+        {"schedules": st.just((optim.constant(1.0), optim.constant(2.0))), "boundaries": any_boundaries},
+        lambda _, boundaries, t: 1.0 + (t >= boundaries[0]),
+    ),
+}
+
+
+@pytest.mark.parametrize("make", FORMULAS)
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_a_schedule_refuses_an_argument_by_name_or_is_its_formula(make: Any, data: Any) -> None:
+    drawn, formula = FORMULAS[make]
+    arguments = {name: data.draw(values, label=name) for name, values in drawn.items()}
+    bad = {}
+    for name in data.draw(st.sets(st.sampled_from(sorted(drawn)), max_size=1), label="bad"):
+        number = data.draw(st.sampled_from([-1, 0, math.nan, math.inf, -math.inf]), label="number")
+        if name == "boundaries":
+            bad[name] = data.draw(st.sampled_from([[], [number, 3], [number]]))
+        elif name == "boundaries_and_scales":
+            bad[name] = data.draw(st.sampled_from([[(number, 1.0)], [(3, number)], [(3, 0.5), (3, 0.5)]]))
+        elif name not in ("staircase", "schedules"):
+            bad[name] = number
+    arguments |= bad
+    try:
+        schedule = make(**arguments)
+    except ValueError as error:
+        said = str(error)
+    else:
+        said = ""
+    if said:
+        assert any(name in said for name in [name for name in bad if bad[name] != 0] or drawn), said
+        return
+    counts = torch.arange(1001)
+    rates = schedule(counts)
+    assert (rates >= 0).all()
+    assert rates.isfinite().all()
+    expected = [formula(*arguments.values(), t) for t in counts.tolist()]
+    torch.testing.assert_close(rates, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14)
+
+
+def test_every_schedule_has_a_formula() -> None:
+    made = {one for one in vars(optim).values() if isinstance(one, type) and issubclass(one, optim.Schedule)}
+    assert made - {optim.Schedule} <= FORMULAS.keys()
 
 
 RATED = [

@@ -26,6 +26,7 @@ FUNCTIONS = (
     "load",
     "load_state_dict",
     "microbatches",
+    "pack",
     "place",
     "prefetch",
     "record",

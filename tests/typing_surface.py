@@ -201,6 +201,12 @@ def check_prefetch() -> None:
     fcg.prefetch(batches, step_fn)  # type: ignore[arg-type]
 
 
+def check_pack() -> None:
+    rows = [torch.tensor([5, 6, 7])]
+    assert_type(fcg.pack(rows, capacity=4, max_sequences=2), dict[str, Tensor])
+    fcg.pack(rows)  # type: ignore[call-arg]
+
+
 def check_record(state: State) -> None:
     train = fcg.record(fcg.graph_step(step_fn))
     assert_type(train(state, batch), tuple[State, dict[str, Tensor]])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-__all__ = ["files_in", "index", "shards"]
+__all__ = ["files_in", "index", "names_of_shards", "shards"]
 
 _INDEX = ".safetensors.index.json"
 _PART = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.safetensors$")
@@ -100,6 +100,12 @@ def index(
     metadata = {"total_size": total, _SUMS: sums}
     text = json.dumps({"metadata": metadata, "weight_map": weights}, indent=2)
     return _index_of(target), text.encode()
+
+
+def names_of_shards(target: Path) -> str:
+    """Return a pattern of the names that several files have in place of ``target``, and their index."""
+    stem = re.escape(target.name.removesuffix(".safetensors"))
+    return rf"{stem}(-\d{{5}}-of-\d{{5}}\.safetensors|{re.escape(_INDEX)})"
 
 
 def _index_of(target: Path) -> Path:

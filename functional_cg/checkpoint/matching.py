@@ -9,14 +9,15 @@ from itertools import chain, zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import LayoutError
 from ..shards.tensor import Sharded
 from ..state.arena import BufferSpec, unplaceable
 from ..state.leaf import Leaf
+from ..tensors.overlap import storage_key
 
-__all__ = ["Part", "check_range", "matched", "type_of"]
+__all__ = ["Part", "check_range", "matched", "memory_of", "type_of"]
 
 Part = str | Sequence[str] | Mapping[str, str | None] | None
 _Routes = Sequence[tuple[str, str | None]]
@@ -49,7 +50,7 @@ def matched(
         that of nothing; with one row for each.
       TypeError: If ``part`` is not a part.
     """
-    wanted = {name: (type_of(slot), id(slot)) for name, slot in slots.items()}
+    wanted = {name: (type_of(slot), memory_of(slot)) for name, slot in slots.items()}
     found, rows = _compared(wanted, types, _routes(part, slots, function), optional, cast=cast)
     if not rows:
         return found
@@ -77,6 +78,13 @@ def matched(
     )
 
 
+def memory_of(slot: Any) -> tuple[Any, ...]:
+    """Return what identifies the memory of a leaf: two tensors of the same elements, in the same order, are tied."""
+    if type(slot) in (Tensor, nn.Parameter) and slot.layout is torch.strided and slot.numel():
+        return storage_key(slot), slot.storage_offset(), slot.dtype, slot.shape, slot.stride()
+    return (id(slot),)
+
+
 def type_of(value: Any) -> str:
     """Return dtype and shape as text, without the device, which may differ."""
     problem = "" if isinstance(value, Leaf | Sharded) else unplaceable(value)
@@ -84,7 +92,7 @@ def type_of(value: Any) -> str:
 
 
 def _compared(
-    wanted: Mapping[str, tuple[str, int]],
+    wanted: Mapping[str, tuple[str, tuple[Any, ...]]],
     types: Mapping[str, str],
     routes: _Routes,
     optional: Collection[str],
@@ -105,17 +113,20 @@ def _compared(
             if kind != types[there[0]] and not (cast and all(shapes) and shapes[0] == shapes[1]):
                 misfits.append(f"{row} {types[there[0]]}")
             misfits += [f"{row} {source!r}, too" for source in there[1:]]
+            ends = _ends(there[0], back)
+            if name not in ends:  # a longer route takes the value away, and another leaf would get it, too
+                misfits.append(f"{row} what `part` gives to {ends[0]!r}")
         elif sources and None not in sources and name not in optional:
             missing[name] = f"{row} nothing"
     tied, taken = {wanted[name][1] for name in found}, set(found.values())
     lost = [row for name, row in missing.items() if wanted[name][1] not in tied]
-    ends = {name: _ends(name, back) for name in types}
+    all_ends = {name: _ends(name, back) for name in types}
     left = [
         f"{name}  expected nothing   got {types[name]}"
         for name in types
-        if name not in taken and any(name in _ends(str(end), routes) for end in ends[name])
+        if name not in taken and any(name in _ends(str(end), routes) for end in all_ends[name])
     ]
-    known = {*wanted, *chain(*ends.values())}
+    known = {*wanted, *chain(*all_ends.values())}
     empty = [
         f"part {to!r}  expected leaves   got none"
         for to, source in routes

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ..messages.tracebacks import entry
-from .disk import BLOCK, alone_in, lock, sync_directory
+from .disk import BLOCK, alone_in, lock, open_file, sync_directory
 from .folder import found_in, values_in
-from .hub import files_in, index, shards
+from .hub import files_in, index, names_of_shards, shards
 from .matching import Part, type_of
 from .state_dicts import put, slots_of, state_dict, written
 
@@ -75,6 +75,7 @@ def save(path: str | os.PathLike[str], state: Any, *, shard_bytes: int | None = 
     tensors = state_dict(state)
     with contextlib.nullcontext() if shard_bytes is None else alone_in(target.parent):
         files, sums = shards(target, tensors, shard_bytes), {}
+        _remove_left(target, whole=shard_bytes is not None)  # without an index
         for file, part in files.items():
             content, sums[file.name] = _serialized(part)
             _write(file, content)
@@ -90,7 +91,7 @@ def load(path: str | os.PathLike[str], state: T, *, part: Part = None, cast: boo
     leaves needs a value, and each value of that name a leaf; the other leaves stay as they are. ``part="params"`` is
     the values named ``params.…``: they go to the leaves of that name or, if ``state`` has none (a tree of parameters, a
     module), to all of its leaves, under the rest of the name. ``part={"params": "ema"}`` takes other names, the state's
-    first: ``""`` is all names, the longest one counts, and None leaves out.
+    first: ``""`` is all names, the longest one counts, of the state's and of the file's, and None leaves out.
 
     Checksums are verified, so that a flipped bit is found. Any other safetensors file with the right names works too,
     such as one from before version 0.2; it has none, and what has changed in it is not noticed.
@@ -236,9 +237,7 @@ def _refuse_damage(path: str | os.PathLike[str], wanted: str | None) -> None:
       ValueError: Then.
     """
     with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        start = file.read(8)
-        head = file.read(min(int.from_bytes(start, "little"), size))
+        start, head = _head(file)
         kept = re.search(_MARK.encode() + b"([0-9a-f]{%d})" % len(_NONE), head)
         if wanted is not None and (kept is None or kept[1].decode() != wanted):
             raise ValueError(f"fcg.load: {path} is of another save than its index. {_AGAIN}")
@@ -309,7 +308,6 @@ def _replaceable(target: Path) -> int | None:
 
 def _replace_file(target: Path, content: bytes, mode: int | None) -> None:
     """Write a file beside ``target`` to disk, then move it into place."""
-    _remove_left(target)
     temporary, file = _temporary(target, mode)
     try:
         with contextlib.ExitStack() as held:
@@ -339,14 +337,32 @@ def _temporary(target: Path, mode: int | None) -> tuple[Path, BufferedWriter]:
     return _temporary(target, mode)
 
 
-def _remove_left(target: Path) -> None:
-    """Remove the temporary files of processes that were killed while they saved to ``target``."""
-    name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.tmp")
-    for left in (one for one in target.parent.iterdir() if name.fullmatch(one.name)):
+def _remove_left(target: Path, *, whole: bool) -> None:
+    """Remove what killed saves to ``target`` left: temporary files and, with ``whole``, finished ones of several.
+
+    Files of other libraries, which have no checksum of ours, stay.
+    """
+    parts, there = names_of_shards(target), list[Path]()
+    with contextlib.suppress(OSError):  # writing says why
+        there += target.parent.iterdir()
+    temporary = re.compile(rf"\.({re.escape(target.name)}|{parts})\.[0-9a-f]{{8}}\.tmp")
+    for left in there:
         with contextlib.suppress(OSError):  # it has its name by now, or is another user's
-            file = os.open(left, os.O_WRONLY | os.O_NOFOLLOW)
-            try:
-                if lock(file):  # whoever writes it lives otherwise
+            if temporary.fullmatch(left.name):
+                file = os.open(left, os.O_WRONLY | os.O_NOFOLLOW)
+                try:
+                    if lock(file):  # whoever writes it lives otherwise
+                        left.unlink()
+                finally:
+                    os.close(file)
+            elif whole and re.fullmatch(parts, left.name):
+                with open_file(left) as content:
+                    ours = json.dumps(_CHECKSUM).encode() in _head(content)[1]
+                if ours:
                     left.unlink()
-            finally:
-                os.close(file)
+
+
+def _head(file: Any) -> tuple[bytes, bytes]:
+    """Read the length of a safetensors file's header, and the header."""
+    start = file.read(8)
+    return start, file.read(min(int.from_bytes(start, "little"), os.fstat(file.fileno()).st_size))

@@ -20,7 +20,7 @@ from ..state.arena import BufferSpec, refuse_unplaceable
 from ..state.handle import Handle
 from ..state.leaf import Leaf, as_tensor, key_name, owned, turns_of
 from ..tree import Treedef, path_string
-from .matching import Part, check_range, matched, type_of
+from .matching import Part, check_range, matched, memory_of, type_of
 
 __all__ = [
     "load_state_dict",
@@ -156,9 +156,9 @@ def put(state: T, slots: Mapping[str, Tensor], values: Mapping[str, Tensor], fun
         if isinstance(state, Handle):
             new = {position: values[name] for position, name in enumerate(slots) if name in values}
             return state._write(new, function, [])  # type: ignore[return-value]
-        first = {id(slots[name]): value for name, value in reversed(values.items())}
+        first = {memory_of(slots[name]): value for name, value in reversed(values.items())}
         if isinstance(state, nn.Module):
-            rows = [name for name, value in values.items() if not value.equal(first[id(slots[name])])]
+            rows = [name for name, value in values.items() if not _same(value, first[memory_of(slots[name])])]
             if rows:
                 raise LayoutError.of(
                     "",
@@ -189,10 +189,16 @@ def put(state: T, slots: Mapping[str, Tensor], values: Mapping[str, Tensor], fun
             return state
         # Of a tensor with several names, one may have the value.
         copies = [
-            torch.empty_like(leaf).copy_(values.get(name, first.get(id(leaf), leaf)))
+            torch.empty_like(leaf).copy_(values.get(name, first.get(memory_of(leaf), leaf)))
             for name, leaf in slots.items()
         ]
     return pytree.unflatten(pytree.flatten(state)[1], copies)  # type: ignore[no-any-return]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two values have the same bits: a NaN equals itself."""
+    one_bits, other_bits = (value.contiguous().reshape(-1).view(torch.uint8) for value in (one, other))
+    return one_bits.equal(other_bits)
 
 
 def opened(state: Any) -> tuple[list[Tensor], Treedef]:

@@ -188,6 +188,9 @@ def are_numbers(factory: str, **values: object) -> None:
             )
 
 
+_SCHEDULED = ("constant", "end", "init", "peak")  # values of a schedule
+
+
 def in_range(
     name: str,
     value: object,
@@ -196,8 +199,11 @@ def in_range(
     below: float = math.inf,
     zero: bool = True,
     rate: bool = False,
+    count: bool = False,
 ) -> None:
-    """Raise for a Python number outside [low, below), and for 0 unless ``zero``; a ``rate`` may be a schedule.
+    """Raise for a number outside [low, below), and for 0 unless ``zero``; a ``rate`` may be a schedule.
+
+    A ``count`` is an int.
 
     Tensors go unchecked, since reading one is a host sync.
 
@@ -219,12 +225,20 @@ def in_range(
                 "`optim.inject_hyperparams(factory)(...)`, with the optimizer as the factory and its numbers by name."
             )
         raise TypeError(f"{name} must be a number or a tensor, got {got}")
-    if isinstance(value, (int, float)) and not low <= value < below:
-        bound = f"in [{low:g}, {below:g})" if below != math.inf else f"at least {low:g} and finite"
-        turned = "learning_rate" in name and value < 0
-        fix = f".\nTo fix: `{-value!r}`; updates lead downhill already." if turned else ""
+    if not isinstance(value, Tensor) and not (low <= float(value) < below and (zero or value)):
+        if below != math.inf:
+            bound = f"in {'[' if zero else '('}{low:g}, {below:g})"
+        else:
+            bound = f"at least {low:g} and finite" if zero else "positive and finite"
+        turned = value < 0 and name.endswith(("learning_rate", *(f": {one}_value" for one in _SCHEDULED)))
+        fix = (
+            f".\nTo fix: `{-value!r}`; updates lead downhill already, `optim.scale(-1.0)` turns them."
+            if turned
+            else ""
+        )
         raise ValueError(f"{name} must be {bound}, got {value!r}{fix}")
-    require(zero or isinstance(value, Tensor) or value, f"{name} is 0")
+    if count and not isinstance(value, int):
+        raise ValueError(f"{name} is a count, got {value!r}")
 
 
 def _in_place_of(value: object) -> str:
@@ -243,6 +257,7 @@ _RANGES: Sequence[tuple[str, Mapping[str, Any]]] = (
     ("eps weight_decay initial_accumulator_value eta gamma momentum_decay decay_rate", MappingProxyType({})),
     ("trust_coefficient min_scale clipping_threshold slow_step_size weight_lr_power", MappingProxyType({})),
     ("learning_rate adamw_learning_rate", MappingProxyType({"rate": True})),
+    ("ns_steps", MappingProxyType({"count": True})),
     ("step_size", MappingProxyType({"low": -math.inf})),
 )
 
@@ -261,5 +276,3 @@ def check_numbers(of: Any) -> None:
         for names, limits in _RANGES:
             if one.name in names.split():
                 in_range(name, value, **limits)
-        if one.name == "ns_steps":
-            require(isinstance(value, int), f"{name} is a count, got {value!r}")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functional_cg import tree
 from functional_cg.manual import Documented
-from functional_cg.optim.algebra.arguments import are_numbers, require
+from functional_cg.optim.algebra.arguments import are_numbers, in_range, require
 
 
 @tree.register_dataclass
@@ -19,10 +19,10 @@ class ReduceOnPlateau(metaclass=Documented):
     """A factor for the learning rate that falls when a loss has stopped falling; on the device, without a host sync.
 
     A field of the state, updated by the step with its loss, or between steps with that of an evaluation. A loss is
-    better if it is below ``best * (1 - rtol) - atol``.
+    better if it is below ``best - rtol * |best| - atol``, so that ``best`` never rises.
 
-    Source: ``optax.contrib.reduce_on_plateau``; ``torch.optim.lr_scheduler.ReduceLROnPlateau``, which waits for one
-    loss more.
+    Source: ``optax.contrib.reduce_on_plateau`` and ``torch.optim.lr_scheduler.ReduceLROnPlateau``, whose bound
+    ``best * (1 - rtol)`` lies above a negative ``best``; torch waits for one loss more.
 
     Attributes:
       scale: f64[], the factor; 1 at first.
@@ -30,11 +30,11 @@ class ReduceOnPlateau(metaclass=Documented):
       bad: i64[], losses since then, or since the last reduction.
       wait: i64[], losses to go until they count again.
       factor: By which the scale is multiplied, in (0, 1).
-      patience: After so many losses that are not better.
-      rtol: See above.
-      atol: See above.
+      patience: After so many losses that are not better, at least 1.
+      rtol: See above, in [0, 1).
+      atol: See above, not negative.
       cooldown: How many losses do not count after a reduction.
-      min_scale: The scale falls no further.
+      min_scale: The scale falls no further, in [0, 1).
     Methods:
       create: Make one.
       adjusted: The next one, from a loss.
@@ -75,8 +75,12 @@ class ReduceOnPlateau(metaclass=Documented):
 
     def __post_init__(self) -> None:
         are_numbers("ReduceOnPlateau", **vars(self))
-        require(0 < self.factor < 1, f"ReduceOnPlateau: factor must be in (0, 1), got {self.factor}")
-        require(self.patience >= 1, f"ReduceOnPlateau: patience must be at least 1, got {self.patience}")
+        in_range("ReduceOnPlateau: factor", self.factor, below=1.0, zero=False)
+        in_range("ReduceOnPlateau: patience", self.patience, low=1.0, count=True)
+        in_range("ReduceOnPlateau: rtol", self.rtol, below=1.0)
+        in_range("ReduceOnPlateau: atol", self.atol)
+        in_range("ReduceOnPlateau: cooldown", self.cooldown, count=True)
+        in_range("ReduceOnPlateau: min_scale", self.min_scale, below=1.0)
 
     @classmethod
     def create(cls, *, device: torch.device | str = "cpu", **numbers: float) -> Self:
@@ -86,16 +90,27 @@ class ReduceOnPlateau(metaclass=Documented):
           device: Of the state.
           numbers: ``factor``, ``patience``, ``rtol``, ``atol``, ``cooldown``, ``min_scale``.
         Raises:
-          ValueError: If ``factor`` is not in (0, 1), or ``patience`` is below 1.
+          ValueError: If a number is out of range.
         """
         scale, best = torch.tensor([1.0, float("inf")], dtype=torch.float64, device=device)
         bad, wait = torch.zeros(2, dtype=torch.int64, device=device)
         return cls(scale.clone(), best.clone(), bad.clone(), wait.clone(), **numbers)  # type: ignore[arg-type]
 
     def adjusted(self, loss: Any) -> Self:
-        """Compute the next one from a loss, a number or a tensor of one; on a mesh, the same on all ranks."""
+        """Compute the next one from a loss, a number or a 0-dim tensor; on a mesh, the same on all ranks.
+
+        Raises:
+          ValueError: If the loss has dimensions.
+        """
+        shape = list(getattr(loss, "shape", ()))
+        require(
+            not shape,
+            f"ReduceOnPlateau: a loss is a number or a 0-dim tensor, got the shape {shape}.\n"
+            "To fix: `plateau.adjusted(loss.mean())`.",
+        )
         loss = loss * torch.ones_like(self.best)
-        better = loss < self.best * (1 - self.rtol) - self.atol
+        # By the sign, since infinity, the first best, less infinity is NaN.
+        better = loss < self.best * (1 - self.rtol * self.best.sign()) - self.atol
         bad = torch.where(better | (self.wait > 0), 0, self.bad + 1)
         due = bad >= self.patience
         return replace(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from functional_cg.optim.algebra.arguments import Called, are_numbers, require
+from functional_cg.optim.algebra.arguments import Called, are_numbers, in_range, require
 
 
 class Schedule(Called):
@@ -58,21 +58,30 @@ class Schedule(Called):
 
 
 class _Checked(Schedule):
-    """A schedule of this package: its arguments are numbers, and lengths, powers and rates of decay are positive."""
+    """A schedule of this package, whose numbers are checked."""
 
     def __post_init__(self) -> None:
-        name = type(self).__name__
         numbers = {
             one.name: getattr(self, one.name)
             for one in fields(cast("Any", self))
             if one.name not in _OTHERS and not (getattr(self, one.name) is None and one.default is None)
         }
-        are_numbers(name, **numbers)
-        for key in numbers.keys() & {"transition_steps", "decay_steps", "decay_rate", "power"}:
-            require(numbers[key] > 0, f"{name}: {key} must be positive, got {numbers[key]}")
+        _check(type(self).__name__, **numbers)
 
 
 _OTHERS = ("boundaries_and_scales", "staircase")  # arguments that are no numbers
+_POSITIVE = (
+    *("transition_steps", "decay_steps", "decay_rate", "power", "cycles"),
+    *("pct_start", "div_factor", "final_div_factor", "length_factor"),
+)
+
+
+def _check(factory: str, **values: Any) -> None:
+    """Raise for the first number, by its name, that is negative, not finite, or 0 where that has no meaning."""
+    are_numbers(factory, **values)
+    for name, value in values.items():
+        below = 1.0 if name == "pct_start" else math.inf
+        in_range(f"{factory}: {name}", value, below=below, zero=name not in _POSITIVE, count=name == "cycles")
 
 
 @dataclass(frozen=True)
@@ -202,10 +211,6 @@ class warmup_cosine(_Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            self.warmup_steps >= 0,
-            f"warmup_cosine: warmup_steps must not be negative, got {self.warmup_steps}",
-        )
-        require(
             self.decay_steps > self.warmup_steps,
             f"warmup_cosine: decay_steps counts the warm-up in, so it must be above warmup_steps; got "
             f"decay_steps={self.decay_steps}, warmup_steps={self.warmup_steps}.\n"
@@ -242,12 +247,19 @@ class piecewise_constant(_Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        pairs = tuple(sorted(dict(self.boundaries_and_scales).items()))
+        given = self.boundaries_and_scales
+        pairs = tuple(sorted(given.items() if isinstance(given, Mapping) else given))
+        for i, (boundary, scale) in enumerate(pairs):
+            _check("piecewise_constant: boundaries_and_scales", boundary=boundary, scale=scale)
+            require(
+                i == 0 or pairs[i - 1][0] < boundary,
+                f"piecewise_constant: boundaries_and_scales has the boundary {boundary} twice",
+            )
         object.__setattr__(self, "boundaries_and_scales", pairs)
 
     def value(self, t: Any) -> Any:
         out = torch.full_like(t, self.init_value)
-        for boundary, factor in dict(self.boundaries_and_scales).items():
+        for boundary, factor in cast("tuple[tuple[int, float], ...]", self.boundaries_and_scales):
             out = torch.where(t >= boundary, out * factor, out)
         return out
 
@@ -294,7 +306,8 @@ class join_schedules(Schedule):
       schedules: Schedules, or functions of the count, in order; kept as a tuple.
       boundaries: Update at which each but the first begins, ascending; kept as a tuple.
     Raises:
-      ValueError: If there are not as many boundaries as schedules but the first, or they do not ascend.
+      ValueError: If there are not as many boundaries as schedules but the first, they do not ascend, or one is
+        negative.
 
     Example:
       >>> from functional_cg import optim
@@ -314,11 +327,12 @@ class join_schedules(Schedule):
                 raise TypeError(
                     f"join_schedules: takes schedules, got {one!r}.\nTo fix: `optim.constant({one!r})`, for a number."
                 )
+        _check("join_schedules: boundaries", **{f"[{i}]": one for i, one in enumerate(self.boundaries)})
         require(
             len(self.schedules) == len(self.boundaries) + 1
             and list(self.boundaries) == sorted(self.boundaries),
-            f"join_schedules: needs a boundary, in ascending order, for each of {len(self.schedules)} schedules but "
-            f"the first, got {list(self.boundaries)}",
+            "join_schedules: boundaries must ascend, with a boundary for each of the schedules but the first; got "
+            f"{list(self.boundaries)} for {len(self.schedules)}",
         )
 
     def value(self, t: Any) -> Any:
@@ -347,13 +361,19 @@ def warmup_exponential(
 
     Source: ``optax.warmup_exponential_decay_schedule``.
 
+    Raises:
+      ValueError: If a number is out of range.
+
     Example:
       >>> from functional_cg import optim
       >>> schedule = optim.warmup_exponential(1.0, warmup_steps=2, transition_steps=1, decay_rate=0.5)
       >>> [schedule(count) for count in range(5)]
       [0.0, 0.5, 1.0, 0.5, 0.25]
     """
+    _check("warmup_exponential", peak_value=peak_value, warmup_steps=warmup_steps, init_value=init_value)
     down = exponential(peak_value, transition_steps, decay_rate, staircase, end_value)
+    if warmup_steps == 0:
+        return join_schedules([down], [])
     return join_schedules([linear(init_value, peak_value, warmup_steps), down], [warmup_steps])
 
 
@@ -377,15 +397,19 @@ def one_cycle(
       div_factor: By how much the first value is below the peak.
       final_div_factor: By how much the last value is below the first.
     Raises:
-      ValueError: If no update is left to rise or to fall.
+      ValueError: If a number is out of range, or no update is left to rise or to fall.
 
     Example:
       >>> from functional_cg import optim
       >>> [round(optim.one_cycle(1.0, transition_steps=10)(count), 3) for count in (0, 3, 10)]
       [0.04, 1.0, 0.0]
     """
+    _check("one_cycle", **locals())
     top, start = int(pct_start * transition_steps), peak_value / div_factor
-    require(0 < top < transition_steps, f"one_cycle: {transition_steps} updates leave {top} to rise")
+    require(
+        0 < top < transition_steps,
+        f"one_cycle: of transition_steps={transition_steps}, pct_start={pct_start} leaves {top} to rise",
+    )
     down = cosine(peak_value, transition_steps - top, start / final_div_factor)
     return join_schedules([cosine(start, top, peak_value), down], [top])
 
@@ -413,6 +437,8 @@ def cosine_restarts(
       end_value: Value at the end of each.
       length_factor: Each cycle is longer than the one before by this factor, rounded.
       peak_factor: And its peak lower or higher by this one.
+    Raises:
+      ValueError: If a number is out of range, or a cycle is no longer than its warmup.
 
     Example:
       >>> from functional_cg import optim
@@ -420,7 +446,13 @@ def cosine_restarts(
       >>> [round(schedule(count), 3) for count in range(7)]
       [1.0, 0.5, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
+    _check("cosine_restarts", **locals())
     lengths = [round(decay_steps * length_factor**i) for i in range(cycles)]
+    require(
+        min(lengths) > warmup_steps,
+        f"cosine_restarts: decay_steps counts the warm-up in; the cycles are {lengths} long, and warmup_steps="
+        f"{warmup_steps}.\nTo fix: a longer `decay_steps`, or a larger `length_factor`.",
+    )
     peaks = [peak_value * peak_factor**i for i in range(cycles)]
     parts = [
         warmup_cosine(peak, warmup_steps, length, end_value, end_value)
