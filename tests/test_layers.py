@@ -64,6 +64,7 @@ LAYERS = {
         "recorder",
         "sharding",
         "__init__",
+        "trainers",
         "testing",
         "report",
         "examples",

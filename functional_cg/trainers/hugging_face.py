@@ -18,8 +18,8 @@ _OF_GRADIENTS = ("on_pre_optimizer_step", "on_optimizer_step")
 class CapturedTrainer(Trainer):  # type: ignore[misc]
     """A ``Trainer`` whose forward, backward, clip and optimizer are one captured step.
 
-    Everything else is the library's: data, schedule, logs, evaluation, checkpoints and how it resumes. One update runs
-    when the first of its micro-batches would. For TRL, derive from both: ``class Captured(CapturedTrainer, SFTTrainer)``.
+    Everything else is the library's: data, schedule, logs, evaluation, checkpoints and how it resumes. An update runs
+    where the first of its micro-batches would.
 
     Attributes:
       step_options: Options of :func:`functional_cg.graph_step`, such as ``{"max_captures": 2}``; set them before
@@ -47,7 +47,9 @@ class CapturedTrainer(Trainer):  # type: ignore[misc]
         loss = self.compute_loss(model, dict(inputs), num_items_in_batch=count)
         scaled = self.loss_is_scaled_for_ga
         if scaled is None:
-            scaled = (self.model_accepts_loss_kwargs and count is not None) or self.compute_loss_func is not None
+            scaled = (
+                self.model_accepts_loss_kwargs and count is not None
+            ) or self.compute_loss_func is not None
         return cast("Tensor", loss if scaled else loss / self.current_gradient_accumulation_steps)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,14 +86,16 @@ class CapturedTrainer(Trainer):  # type: ignore[misc]
 
     def _refuse(self) -> None:
         args = self.args
-        grouped = getattr(args, "train_sampling_strategy", "") == "group_by_length" or getattr(args, "group_by_length", False)
+        grouped = getattr(args, "train_sampling_strategy", "") == "group_by_length" or getattr(
+            args, "group_by_length", False
+        )
         features = (
             ("fp16", args.fp16, "`bf16=True`."),
             ("DeepSpeed", self.is_deepspeed_enabled, "shard the state, `fcg.sharding.zero`, in a step of your own."),
             ("FSDP", self.is_fsdp_enabled, "shard the state, `fcg.sharding.zero`, in a step of your own."),
             ("training on several devices", args.n_gpu > 1 or args.world_size > 1, "train on one device."),
             ("`torch_compile`", args.torch_compile, "leave it out: the step is compiled as a whole."),
-            ("`group_by_length`, with a new shape in each batch", grouped, "pad to fixed lengths, and sample at random."),
+            ("`group_by_length`, with ever new shapes", grouped, "pad to one length, and sample at random."),
             ("this version of transformers", not hasattr(Trainer, "_clip_grad_norm"), "install transformers 5."),
         )  # fmt: skip
         for what, is_used, fix in features:

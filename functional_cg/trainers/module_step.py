@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -96,21 +96,32 @@ class ModuleStep(metaclass=Documented):
         seed: int,
         options: dict[str, Any],
     ) -> None:
+        precision = getattr(getattr(model, "_strategy", None), "precision", None)
+        if precision is not None and precision.precision != "32-true":
+            fix = "pass `model.module`, and compute the loss in `with torch.autocast(...)`."
+            raise refused(f"Fabric's precision {precision.precision!r}", fix)
+        self._given = optimizer
         while not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
             if getattr(optimizer, "scaler", None) is not None:
                 raise refused("a gradient scaler (fp16)", "train in bfloat16, which needs none.")
             optimizer = optimizer.optimizer
         if optimizer._optimizer_step_pre_hooks:
-            raise refused("hooks that run before `optimizer.step()`", "remove them; clipping is `max_norm=1.0`.")
+            raise refused(
+                "hooks that run before `optimizer.step()`", "remove them; clipping is `max_norm=1.0`."
+            )
         self._model, self._optimizer, self._training = model, optimizer, model.training
         apply, params, buffers = from_module(_WithLoss(model))
         tensors = {f"model.{name}": one for name, one in [*model.named_parameters(), *model.named_buffers()]}
         self._tensors = {name: tensors[name] for name in [*params, *buffers]}
         self._owners = _owners(optimizer, self._tensors)
-        self._arguments = [*inspect.signature(type(optimizer)).parameters.keys() - _KERNELS - {"params", "lr"}]
+        self._arguments = [
+            *inspect.signature(type(optimizer)).parameters.keys() - _KERNELS - {"params", "lr"}
+        ]
         self._numbers = self._numbers_now()
         rules = {
-            number: optim.inject_hyperparams(partial(_rule, type(optimizer), numbers))(learning_rate=float(group["lr"]))
+            number: optim.inject_hyperparams(partial(_rule, type(optimizer), numbers))(
+                learning_rate=float(group["lr"])
+            )
             for number, (group, numbers) in enumerate(zip(optimizer.param_groups, self._numbers, strict=True))
         }
         labels = {name: number for number, names in self._owners.items() for name in names.values()}
@@ -148,15 +159,17 @@ class ModuleStep(metaclass=Documented):
         if self._stale:
             self.state = optim.load_torch_state(self.state, self._torch_state(), names=self._trained())
             self._stale = False
-        rates = torch.tensor([float(group["lr"]) for group in self._optimizer.param_groups], dtype=torch.float64)
+        rates = torch.tensor(
+            [float(group["lr"]) for group in self._optimizer.param_groups], dtype=torch.float64
+        )
         self.state, metrics = self.step(self.state, rates, batches)
         values = {**self.state.params, **self.state.buffers}
         with torch.no_grad():
             for name, tensor in self._tensors.items():
                 tensor.copy_(values[name])
         self._ahead, self._versions = True, self._versions_now()
-        self._optimizer.step()  # without gradients it changes nothing; schedulers and wrappers count its calls
-        return metrics
+        self._given.step()  # without gradients it changes nothing; schedulers and wrappers count its calls
+        return cast("dict[str, Any]", metrics)
 
     def _check(self) -> None:
         if self._model.training != self._training:
@@ -181,7 +194,10 @@ class ModuleStep(metaclass=Documented):
                 fix="make a new step, `module_step(model, optimizer, loss_fn)`.",
             )
         if any(tensor.grad is not None for tensor in self._tensors.values()):
-            raise refused("gradients from outside of the step", "`optimizer.zero_grad()`, and pass all batches to one call.")
+            raise refused(
+                "gradients from outside of the step",
+                "`optimizer.zero_grad()`, and pass all batches to one call.",
+            )
 
     def _numbers_now(self) -> list[Numbers]:
         groups = self._optimizer.param_groups
@@ -201,7 +217,11 @@ class ModuleStep(metaclass=Documented):
         numbers = [number for group in groups for number in group["params"]]
         for group in groups:
             group.pop("param_names", None)
-        kept = {number: self._optimizer.state[params[number]] for number in numbers if params[number] in self._optimizer.state}
+        kept = {
+            number: self._optimizer.state[params[number]]
+            for number in numbers
+            if params[number] in self._optimizer.state
+        }
         return {"state": kept, "param_groups": groups}
 
     def _write_optimizer(self, _: Any) -> None:
@@ -264,16 +284,22 @@ def _rule(cls: type[torch.optim.Optimizer], numbers: Numbers, learning_rate: Any
     if not any(known.get(name) for name in _OTHER_FORMULAS.get(cls.__name__, ("params",))):
         if cls is torch.optim.AdamW:
             b1, b2 = known["betas"]
-            return optim.adamw(learning_rate, b1=b1, b2=b2, eps=known["eps"], weight_decay=known["weight_decay"])
+            return optim.adamw(
+                learning_rate, b1=b1, b2=b2, eps=known["eps"], weight_decay=known["weight_decay"]
+            )
         if cls is torch.optim.SGD:
-            return optim.sgd(learning_rate, **{name: known[name] for name in ("momentum", "nesterov", "weight_decay")})
+            return optim.sgd(
+                learning_rate, **{name: known[name] for name in ("momentum", "nesterov", "weight_decay")}
+            )
     return optim.from_torch(cls, lr=learning_rate, **known)
 
 
 def _traced(apply: Any, loss_fn: Loss, max_norm: float | None, reduce: str) -> Callable[..., Any]:
     """The function of a step: what the loop of a trainer does between two batches."""
 
-    def train_step(state: TrainState, rates: Tensor, batches: Sequence[Any]) -> tuple[TrainState, dict[str, Any]]:
+    def train_step(
+        state: TrainState, rates: Tensor, batches: Sequence[Any]
+    ) -> tuple[TrainState, dict[str, Any]]:
         trained = {name: param.detach().requires_grad_() for name, param in state.params.items()}
         key, buffers, losses = random.fold_in(state.key, state.step), state.buffers, []
         for number, batch in enumerate(batches):
