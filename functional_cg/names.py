@@ -81,7 +81,8 @@ _HERE = _table("""
     alert warn_if | `fcg.alarm("the loss is above 10", loss > 10)`, in the step
     ensemble stack_module_state | `fcg.sweep(train_step)`, a step of many models at once
     print | `fcg.debug_print("loss {}", loss)`
-    testing report bench examples | `import functional_cg.NAME`
+    testing report trainers bench examples | `import functional_cg.NAME`
+    Trainer SFTTrainer module_step | `from functional_cg.trainers import module_step`, for a loop with a torch optimizer; `help(functional_cg.trainers)`
     CheckpointManager Checkpointer checkpointer | `saved = fcg.checkpoints(folder, keep=3)`, then `saved.save(state)`
     save_checkpoint save_file save_safetensors | `fcg.save(path, state)`
     save_pretrained | `fcg.save("folder/model.safetensors", state.params, shard_bytes=5_000_000_000)`

@@ -23,7 +23,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 3))
+        self.body = nn.Sequential(
+            nn.Linear(4, 16, bias=False), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 3)
+        )
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
         self.unused = nn.Parameter(torch.randn(3))
         self.unowned = nn.Parameter(torch.randn(3))
@@ -33,9 +35,14 @@ class Net(nn.Module):
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    named = [(name, p) for name, p in model.named_parameters() if not name.endswith("unowned")]
-    matrices = [p for _, p in named if p.dim() > 1]
-    return [{"params": matrices, "weight_decay": 0.1}, {"params": [p for _, p in named if p.dim() < 2]}]
+    named = {name.rpartition(".")[2]: p for name, p in model.named_parameters()}
+    rest = [
+        p
+        for p in model.parameters()
+        if p.dim() < 2 and p is not named["unused"] and p is not named["unowned"]
+    ]
+    matrices = {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1}
+    return [matrices, {"params": rest}, {"params": [named["unused"]]}]
 
 
 def loss_fn(model: Any, batch: Any) -> torch.Tensor:

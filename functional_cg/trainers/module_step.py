@@ -157,7 +157,10 @@ class ModuleStep(metaclass=Documented):
             params, buffers = ({name: self._tensors[name].detach() for name in part} for part in parts)
             self.state = self.state.replace(params=params, buffers=buffers)
         if self._stale:
-            self.state = optim.load_torch_state(self.state, self._torch_state(), names=self._trained())
+            kept = self._torch_state()
+            is_counted = any("step" in own for own in kept["state"].values())  # not by SGD
+            step = None if is_counted else int(self.state.step)
+            self.state = optim.load_torch_state(self.state, kept, names=self._trained(), step=step)
             self._stale = False
         rates = torch.tensor(
             [float(group["lr"]) for group in self._optimizer.param_groups], dtype=torch.float64
