@@ -45,8 +45,8 @@ Modules:
   precision         dtype policies, loss scaling, stochastic rounding
   sharding          ZeRO and pipelines over the ranks of a mesh
 
-Also ``functional_cg.testing`` (assertions, a simulator, hypothesis strategies), ``functional_cg.report`` (plots) and
-``functional_cg.trainers`` (steps in the loops of other libraries), which are imported separately.
+Imported separately: ``functional_cg.testing`` (assertions, a simulator, hypothesis strategies), ``.report`` (plots) and
+``.trainers`` (steps in the loops of other libraries).
 
 Errors, one class per mistake; ``help(functional_cg.errors)`` lists them:
 

@@ -109,7 +109,6 @@ def tensors(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
         (torch.optim.SGD, {"fused": True, "momentum": 0.9, "weight_decay": 0.01}, 0.0),
         (torch.optim.AdamW, {}, 1e-6),
         (torch.optim.AdamW, {"amsgrad": True}, 1e-6),
-        (torch.optim.NAdam, {}, 1e-6),
     ],
 )
 def test_a_loop_trains_as_without_and_resumes_in_both_directions(
