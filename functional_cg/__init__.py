@@ -45,8 +45,7 @@ Modules:
   precision         dtype policies, loss scaling, stochastic rounding
   sharding          ZeRO and pipelines over the ranks of a mesh
 
-Imported separately: ``functional_cg.testing`` (assertions, a simulator, hypothesis strategies), ``.report`` (plots) and
-``.trainers`` (steps in the loops of other libraries).
+Imported separately: ``functional_cg.testing`` (assertions), ``.report`` (plots), ``.trainers`` (loops of libraries).
 
 Errors, one class per mistake; ``help(functional_cg.errors)`` lists them:
 
