@@ -16,6 +16,7 @@ from functional_cg.errors import BakedValueError, CaptureError
 from functional_cg.graph_step import graph_step
 from functional_cg.manual import Documented
 from functional_cg.nn import from_module
+from functional_cg.tensors.aten import copies
 from functional_cg.train_state import TrainState
 
 __all__ = ["ModuleStep", "module_step"]
@@ -168,8 +169,8 @@ class ModuleStep(metaclass=Documented):
         self.state, metrics = self.step(self.state, rates, batches)
         values = {**self.state.params, **self.state.buffers}
         with torch.no_grad():
-            for name, tensor in self._tensors.items():
-                tensor.copy_(values[name])
+            for copy in copies([*self._tensors.values()], [values[name] for name in self._tensors]):
+                copy()
         self._ahead, self._versions = True, self._versions_now()
         self._given.step()  # without gradients it changes nothing; schedulers and wrappers count its calls
         return cast("dict[str, Any]", metrics)
