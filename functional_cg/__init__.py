@@ -45,7 +45,7 @@ Modules:
   precision         dtype policies, loss scaling, stochastic rounding
   sharding          ZeRO and pipelines over the ranks of a mesh
 
-Imported separately: ``functional_cg.testing`` (assertions), ``.report`` (plots), ``.trainers`` (loops of libraries).
+Imported on first use: ``fcg.testing`` (assertions), ``fcg.report`` (plots), ``fcg.trainers`` (loops of libraries).
 
 Errors, one class per mistake; ``help(functional_cg.errors)`` lists them:
 
@@ -95,6 +95,8 @@ from .graph_step import GraphStep as GraphStep
 from .graph_step import graph_fn as graph_fn
 from .graph_step import graph_step as graph_step
 from .module_statistics import statistics as statistics
+from .names import answer_calls as _answer_calls
+from .names import listed as _listed
 from .names import missing as _missing
 from .nn import from_module as from_module
 from .precision import LossScale as LossScale
@@ -122,6 +124,10 @@ from .transforms.taps import tap as tap
 __version__ = "0.2.0"
 
 
-if not _typing.TYPE_CHECKING:  # a type checker would let any name pass
-    del globals()["checkpoint"]  # a room, which `fcg.checkpoint(folder)` would call
-    __getattr__ = _missing(__name__)
+if _typing.TYPE_CHECKING:
+    from . import report as report
+    from . import testing as testing
+    from . import trainers as trainers
+else:  # a type checker would let any name pass
+    __getattr__, __dir__ = _missing(__name__), _listed(__name__)
+    _answer_calls()

@@ -8,7 +8,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar, overloa
 
 from .manual import Documented
 from .messages.tracebacks import entry
-from .options import BackendChoice, Branches, Certify, CompileOnce, Debug, Lowering
+from .options import BackendChoice, Branches, Certify, CompileOnce, Debug, Lowering, with_options
 from .step.captures import Transform
 
 __all__ = ["GraphFn", "GraphStep", "graph_fn", "graph_step"]
@@ -134,6 +134,7 @@ def graph_step(
     compile_once: CompileOnce = "auto",
 ) -> _MakesStep: ...
 @entry("train_step = fcg.graph_step(fn)")
+@with_options
 def graph_step(fn: Any = None, /, **options: Any) -> Any:
     """Transform a pure ``fn(state, *inputs, **static) -> (state, metrics)`` into a captured step.
 
@@ -253,6 +254,7 @@ def graph_fn(
     compile_once: CompileOnce = "auto",
 ) -> _MakesFn: ...
 @entry("predict = fcg.graph_fn(fn)")
+@with_options
 def graph_fn(fn: Any = None, /, **options: Any) -> Any:
     """Transform a read-only ``fn(*args) -> outputs``: evaluation, sampling, acting.
 

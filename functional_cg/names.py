@@ -1,19 +1,30 @@
-"""Answer names of other libraries, and misspelt ones, with the name here.
+"""What a public module answers: its names for completion, and the name here for one of another library.
 
-A public module's ``__getattr__``, which Python asks for what is not there, is what :func:`missing` returns.
+Python asks a module's ``__dir__`` for its names, which :func:`listed` returns, and its ``__getattr__`` for what is not
+there, which :func:`missing` returns. Both belong to this module, so that ``help()`` of the other does not list them.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import sys
 from collections.abc import Callable
 from types import MappingProxyType, ModuleType
+from typing import NoReturn
 
-__all__ = ["missing"]
+__all__ = ["answer_calls", "listed", "missing"]
 
 _PACKAGE = "functional_cg"
-_ROOMS = ("", ".optim", ".random", ".tree", ".sharding", ".nn", ".precision")
+_ROOMS = ("", ".optim", ".random", ".tree", ".sharding", ".nn", ".precision", ".errors")
+# What is imported when it is first used, since it needs another library or only tests need it.
+_ON_DEMAND = (
+    "functional_cg.report",
+    "functional_cg.testing",
+    "functional_cg.testing.stateful",
+    "functional_cg.testing.strategies",
+    "functional_cg.trainers",
+)
 
 
 def _table(text: str) -> MappingProxyType[str, str]:
@@ -50,6 +61,7 @@ _HERE = _table("""
     additive_weight_decay | `fcg.optim.add_decayed_weights(0.01)`
     MultiSteps accumulate accumulate_gradients gradient_accumulation | `fcg.microbatches(4)(fcg.value_and_grad(loss_fn))` in a step; over several calls, `fcg.TrainState.create(..., accumulate=True)` and `state.grads`
     apply_if_finite skip_not_finite | `finite = fcg.optim.global_norm(grads).isfinite()`, and `fcg.cond(finite, lambda: state.apply_gradients(grads), lambda: state)`
+    state create_train_state | `state = fcg.TrainState.create(params=params, optimizer=optimizer)`; of any pytree, `state = fcg.place(tree)`
     Optimizer | `fcg.optim.GradientTransformation`, or `fcg.optim.from_torch(cls, ...)`
     PRNGKey seed manual_seed Generator | `fcg.random.key(0)`
     rand rand_like random random_sample | `fcg.random.uniform(key, shape)`
@@ -57,7 +69,7 @@ _HERE = _table("""
     randperm shuffle | `fcg.random.permutation(key, n)`
     choice multinomial | `fcg.random.categorical(key, logits)`
     gumbel gumbel_softmax | `-torch.log(fcg.random.exponential(key, shape))`
-    jit pjit compile make_graphed_callables | `fcg.graph_step(fn)` for a step, `fcg.graph_fn(fn)` for a read-only function
+    jit pjit compile make_graphed_callables step train_step call capture | `fcg.graph_step(fn)` for a step, `fcg.graph_fn(fn)` for a read-only function
     grad_and_value | `loss, grads = fcg.value_and_grad(loss_fn)(params)`, value first
     backward | `loss, grads = fcg.value_and_grad(loss_fn)(state.params)`
     vmap jacrev jacfwd hessian | `torch.func.NAME`
@@ -81,7 +93,7 @@ _HERE = _table("""
     alert warn_if | `fcg.alarm("the loss is above 10", loss > 10)`, in the step
     ensemble stack_module_state | `fcg.sweep(train_step)`, a step of many models at once
     print | `fcg.debug_print("loss {}", loss)`
-    testing report trainers bench examples | `import functional_cg.NAME`
+    examples | `import functional_cg.examples`
     Trainer SFTTrainer module_step | `from functional_cg.trainers import module_step`, for a loop with a torch optimizer; `help(functional_cg.trainers)`
     CheckpointManager Checkpointer checkpointer | `saved = fcg.checkpoints(folder, keep=3)`, then `saved.save(state)`
     save_checkpoint save_file save_safetensors | `fcg.save(path, state)`
@@ -92,23 +104,59 @@ _HERE = _table("""
 
 
 def missing(module: str) -> Callable[[str], object]:
-    """Return the ``__getattr__`` of a public module.
-
-    It belongs to this module, so that ``help()`` of the other does not list it.
-    """
+    """Return the ``__getattr__`` of a public module; it imports what the module has on demand."""
 
     def get(name: str) -> object:
-        raise _no_such_name(module, name)
+        if f"{module}.{name}" not in _ON_DEMAND:
+            raise _no_such_name(module, name)
+        try:
+            return importlib.import_module(f"{module}.{name}")
+        except ImportError as error:
+            raise AttributeError(str(error)) from error
 
     return get
+
+
+def listed(module: str) -> Callable[[], list[str]]:
+    """Return the ``__dir__`` of a public module: what it exports, and what Python has put there."""
+
+    def names() -> list[str]:
+        own = [name for name in vars(sys.modules[module]) if name.startswith("__")]
+        parts = [one.rpartition(".") for one in _ON_DEMAND]
+        return sorted({*own, *_public(module), *(name for parent, _, name in parts if parent == module)})
+
+    return names
+
+
+class _Room(ModuleType):
+    """A private module whose name people call, as ``fcg.step(fn)``: it answers with what to write."""
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        name = self.__name__.rpartition(".")[2]
+        raise TypeError(f"{self.__name__!r} is a module, not a function{_fix(_PACKAGE, name)}")
+
+
+def answer_calls() -> None:
+    """Let the package's private modules answer a call."""
+    for name, room in vars(sys.modules[_PACKAGE]).items():
+        if (
+            isinstance(room, ModuleType)
+            and room.__name__ == f"{_PACKAGE}.{name}"
+            and f".{name}" not in _ROOMS
+        ):
+            room.__class__ = _Room
 
 
 def _no_such_name(module: str, name: str) -> AttributeError:
     error = AttributeError(f"module {module!r} has no attribute {name!r}")
     if not name.startswith("_"):
-        meant = _HERE.get(name, "").replace("NAME", name) or _found(name) or _close(module, name)
-        error.args = (f"{error}.\nTo fix: {meant}.",) if meant else error.args
+        error.args = (f"{error}{_fix(module, name)}",)
     return error
+
+
+def _fix(module: str, name: str) -> str:
+    meant = _HERE.get(name, "").replace("NAME", name) or _found(name) or _close(module, name)
+    return f".\nTo fix: {meant}." if meant else ""
 
 
 def _found(name: str) -> str:

@@ -5,13 +5,25 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from inspect import Parameter, signature
 from types import MappingProxyType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
 from .stages.branches.choice import Branches
 from .stages.plan import Backend
 
-__all__ = ["BackendChoice", "Branches", "Certify", "CompileOnce", "Debug", "Lowering", "Options"]
+__all__ = [
+    "BackendChoice",
+    "Branches",
+    "Certify",
+    "CompileOnce",
+    "Debug",
+    "Lowering",
+    "Options",
+    "with_options",
+]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 Lowering = Literal["auto", "aten", "inductor"] | Callable[..., Any]
 BackendChoice = Literal["auto", "eager"] | Backend
@@ -134,6 +146,19 @@ class Options:
             raise ValueError(
                 f"{transform}: debug must be 'verify', 'poison' or 'verify+poison', got {debug!r}"
             )
+
+
+def with_options(function: Function) -> Function:
+    """Show the options of a transform, with their defaults, in the signature of ``f(fn, **options)``."""
+    shown = signature(function)
+    options = [
+        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in fields(Options)
+        if _has(function.__name__, field.name)
+    ]
+    positional = list(shown.parameters.values())[:-1]
+    function.__signature__ = shown.replace(parameters=[*positional, *options])  # type: ignore[attr-defined]
+    return function
 
 
 def _has(transform: str, option: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -20,6 +19,7 @@ from .ambient.observing import observer
 from .ambient.running import hand_back, own_work
 from .errors import LayoutError
 from .manual import Documented
+from .messages.source import warn
 from .messages.tracebacks import entry
 from .optim import GradientTransformation
 from .optim.algebra.arguments import refuse_without_rate
@@ -52,6 +52,10 @@ class TrainState(_StateClass, Generic[Params]):
     """State of a training run: an immutable pytree.
 
     Subclass it to add fields; ``fcg.tree.static()`` declares a field that is part of the structure.
+
+    What `create` and a step return is a handle, which has the fields and methods of the class but is no instance of
+    it: ``isinstance(state, fcg.TrainState)`` and ``dataclasses.is_dataclass(state)`` are true of ``state.tree``, and of
+    the state inside of a step.
 
     Attributes:
       step: i64[], number of updates so far.
@@ -216,10 +220,9 @@ class TrainState(_StateClass, Generic[Params]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if sys._getframe(1).f_globals.get("__name__") == "torch.serialization":
-            warnings.warn(
+            warn(
                 "torch.save pickles the class of a state and its optimizer, which torch.load refuses by default.\n"
-                "To fix: `fcg.save(path, state)`, and `state = fcg.load(path, state)`.",
-                stacklevel=4,
+                "To fix: `fcg.save(path, state)`, and `state = fcg.load(path, state)`."
             )
         return super().__reduce_ex__(protocol)
 

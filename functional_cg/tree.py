@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import typing as _typing
 
+from .names import listed as _listed
 from .names import missing as _missing
 from .pytree.nodes import register_dataclass as register_dataclass
 from .pytree.nodes import static as static
@@ -49,4 +50,4 @@ from .pytree.trees import take as take
 from .pytree.trees import unflatten as unflatten
 
 if not _typing.TYPE_CHECKING:  # a type checker would let any name pass
-    __getattr__ = _missing(__name__)
+    __getattr__, __dir__ = _missing(__name__), _listed(__name__)

@@ -7,7 +7,6 @@ import copy
 import functools
 import gc
 import itertools
-import logging
 import random
 import threading
 import weakref
@@ -422,40 +421,40 @@ def keep_all(apply: Any, buffers: Any) -> Any:
     return fcg.graph_step(step)
 
 
+def texts_of(recorded: pytest.WarningsRecorder) -> list[str]:
+    return [str(one.message) for one in recorded]
+
+
 @pytest.mark.parametrize("make", [drop_from_state, drop_from_constants, drop_from_input, drop_under_func])
-def test_new_buffers_that_are_dropped_are_one_warning(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_new_buffers_that_are_dropped_are_one_warning(make: Any, recwarn: pytest.WarningsRecorder) -> None:
     apply, buffers, state = batch_norm()
     step = make(apply, buffers)
-    with caplog.at_level(logging.WARNING, logger="functional_cg"):
-        state, _ = step(state, torch.randn(4, 2))
-        step(state, torch.randn(4, 2))
-    assert len(caplog.messages) == 1
-    assert "the buffers of `1` (BatchNorm1d) in Sequential" in caplog.messages[0]
-    assert "state.apply_gradients(grads, buffers=new_buffers)" in caplog.messages[0]
+    state, _ = step(state, torch.randn(4, 2))
+    step(state, torch.randn(4, 2))
+    (text,) = texts_of(recwarn)
+    assert "the buffers of `1` (BatchNorm1d) in Sequential" in text
+    assert "state.apply_gradients(grads, buffers=new_buffers)" in text
     assert (
-        "If another call on the same input returns them, or this one is not to count, nothing is lost"
-        in caplog.messages[0]
+        "If another call on the same input returns them, or this one is not to count, nothing is lost" in text
     )
-    assert "other numbers" in caplog.messages[0]  # `train=False` is not the same step without the warning
+    assert "other numbers" in text  # `train=False` is not the same step without the warning
 
 
-def test_new_buffers_that_are_returned_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_new_buffers_that_are_returned_are_no_warning(recwarn: pytest.WarningsRecorder) -> None:
     apply, buffers, state = batch_norm()
-    with caplog.at_level(logging.WARNING, logger="functional_cg"):
-        keep_all(apply, buffers)(state, torch.randn(4, 2))
-    assert not caplog.messages
+    keep_all(apply, buffers)(state, torch.randn(4, 2))
+    assert not len(recwarn)
 
 
 @pytest.mark.parametrize("train", [True, False])
 def test_training_mode_in_a_read_only_function_warns_once(
-    train: bool, caplog: pytest.LogCaptureFixture
+    train: bool, recwarn: pytest.WarningsRecorder
 ) -> None:
     apply, _, state = batch_norm()
     evaluate = fcg.graph_fn(lambda state, x: apply(state.params, state.buffers, x, train=train)[0])
-    with caplog.at_level(logging.WARNING, logger="functional_cg"):
-        for _ in range(2):
-            evaluate(state, torch.randn(4, 2))
-    assert [("train=False" in text, "training mode" in text) for text in caplog.messages] == [
+    for _ in range(2):
+        evaluate(state, torch.randn(4, 2))
+    assert [("train=False" in text, "training mode" in text) for text in texts_of(recwarn)] == [
         (True, True)
     ] * train
 
@@ -789,7 +788,7 @@ def _dropped(x: Tensor) -> Tensor:
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
 )
 def test_training_mode_is_named_only_where_it_changes_what_is_computed(
-    module: nn.Module, method: str, *, by_mode: bool, caplog: pytest.LogCaptureFixture
+    module: nn.Module, method: str, *, by_mode: bool, recwarn: pytest.WarningsRecorder
 ) -> None:
     apply, params, buffers = fcg.from_module(module)
     state = fcg.place({"params": params, "buffers": buffers, "key": fcg.random.key(0)})
@@ -797,9 +796,8 @@ def test_training_mode_is_named_only_where_it_changes_what_is_computed(
     evaluate = fcg.graph_fn(
         lambda state, x: called(state["params"], state["buffers"], x, key=state["key"])[0]
     )
-    with caplog.at_level(logging.WARNING, logger="functional_cg"):
-        evaluate(state, torch.randn(4, 1, 2) if isinstance(module, nn.LSTM) else torch.randn(4, 3, 2))
-    assert any("in training mode" in text for text in caplog.messages) == by_mode
+    evaluate(state, torch.randn(4, 1, 2) if isinstance(module, nn.LSTM) else torch.randn(4, 3, 2))
+    assert any("in training mode" in text for text in texts_of(recwarn)) == by_mode
     with pytest.raises(fcg.ImplicitRandomnessError) as caught:
         called(params, buffers, torch.randn(4, 3, 2))
     assert ("train=False" in str(caught.value)) == by_mode or isinstance(module, nn.Sequential)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import subprocess
 import sys
@@ -531,16 +530,15 @@ def written_by_an_op(state: Any, x: Tensor) -> Any:
     ],
 )
 def test_dropped_values_are_named(
-    function: Callable[..., Any], leaves: list[str], caplog: pytest.LogCaptureFixture
+    function: Callable[..., Any], leaves: list[str], recwarn: pytest.WarningsRecorder
 ) -> None:
-    caplog.set_level(logging.WARNING, logger="functional_cg")
     step, state = fcg.graph_step(function), statistics()
     for _ in range(2):
         state, _ = step(state, torch.ones(4, 3))
     dropped = step.lower(state, torch.ones(4, 3)).inspection.dropped
     assert [re.fullmatch(r"state\['(\w+)'\] \(test_report.py:\d+\)", text)[1] for text in dropped] == leaves  # type: ignore[index]
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{function.__name__}: {text}: a new value was computed and dropped; return it in the new state, "
+    assert [str(one.message) for one in recwarn] == [
+        f"`{function.__name__}`: {text}: a new value was computed and dropped; return it in the new state, "
         "or do not compute it."
         for text in dropped
     ]

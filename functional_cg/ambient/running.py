@@ -36,6 +36,7 @@ class OwnWork:
         and the new values of those buffers.
       buffers: The buffers that any of these calls was given.
       fixed: By id, name and tensor of what the modules' plain objects hold, which never changes.
+      warnings: What the user is warned of when the trace ends, once for all its runs.
     """
 
     running: list[tuple[str, int]] = field(default_factory=list)
@@ -44,6 +45,7 @@ class OwnWork:
     applied: list[tuple[Any, str, bool, tuple[str, ...], list[Tensor]]] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)
     fixed: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def module(self) -> str:

@@ -50,6 +50,10 @@ All of them:
 
 from __future__ import annotations
 
+import typing as _typing
+
+from ..names import listed as _listed
+from ..names import missing as _missing
 from .kinds import AliasError as AliasError
 from .kinds import AsleepError as AsleepError
 from .kinds import BakedValueError as BakedValueError
@@ -68,3 +72,6 @@ from .kinds import ReadOnlyError as ReadOnlyError
 from .kinds import ResultError as ResultError
 from .kinds import SideEffectError as SideEffectError
 from .kinds import StreamError as StreamError
+
+if not _typing.TYPE_CHECKING:  # a type checker would let any name pass
+    __getattr__, __dir__ = _missing(__name__), _listed(__name__)

@@ -13,6 +13,7 @@ import itertools
 import os
 import sys
 import sysconfig
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType, TracebackType
@@ -32,6 +33,7 @@ __all__ = [
     "raised_in",
     "sync_spelling",
     "user_frame",
+    "warn",
 ]
 
 
@@ -185,3 +187,10 @@ def locate(frame: FrameType | None = None, until: CodeType | None = None) -> Loc
     if found is None:
         return None
     return Location(found.f_code.co_filename, found.f_lineno, _function(found.f_code))
+
+
+def warn(text: str) -> None:
+    """Warn at the user's line: the innermost frame of user code, from the caller outwards."""
+    of_users = (is_user_file(one.f_code.co_filename) for one in frames(sys._getframe(1)))
+    depth = next((number for number, found in enumerate(of_users, 2) if found), 2)
+    warnings.warn(text, stacklevel=depth)

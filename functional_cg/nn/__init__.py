@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import typing as _typing
 
+from ..names import listed as _listed
 from ..names import missing as _missing
 from .cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .fp8 import Fp8Scaling as Fp8Scaling
@@ -24,4 +25,4 @@ from .module import Apply as Apply
 from .module import from_module as from_module
 
 if not _typing.TYPE_CHECKING:  # a type checker would let any name pass
-    __getattr__ = _missing(__name__)
+    __getattr__, __dir__ = _missing(__name__), _listed(__name__)

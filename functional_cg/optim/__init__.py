@@ -81,6 +81,7 @@ Types:
 
 import typing as _typing
 
+from functional_cg.names import listed as _listed
 from functional_cg.names import missing as _missing
 from functional_cg.optim.adapters.adapted import AdaptedState as AdaptedState
 from functional_cg.optim.adapters.proof import from_torch as from_torch
@@ -188,4 +189,4 @@ from functional_cg.optim.rules.wrappers import sam as sam
 from functional_cg.optim.rules.wrappers import schedule_free as schedule_free
 
 if not _typing.TYPE_CHECKING:  # a type checker would let any name pass
-    __getattr__ = _missing(__name__)
+    __getattr__, __dir__ = _missing(__name__), _listed(__name__)

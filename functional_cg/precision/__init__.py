@@ -9,6 +9,13 @@ Dtypes, scales and rounding:
 
 from __future__ import annotations
 
+import typing as _typing
+
+from ..names import listed as _listed
+from ..names import missing as _missing
 from .loss_scale import LossScale as LossScale
 from .policy import Policy as Policy
 from .rounding import stochastic_round as stochastic_round
+
+if not _typing.TYPE_CHECKING:  # a type checker would let any name pass
+    __getattr__, __dir__ = _missing(__name__), _listed(__name__)

@@ -42,6 +42,7 @@ Bits:
 
 import typing as _typing
 
+from ..names import listed as _listed
 from ..names import missing as _missing
 from .distributions import beta as beta
 from .distributions import dirichlet as dirichlet
@@ -65,4 +66,4 @@ from .words import bits as bits
 from .words import decompose_random_bits as decompose_random_bits
 
 if not _typing.TYPE_CHECKING:  # a type checker would let any name pass
-    __getattr__ = _missing(__name__)
+    __getattr__, __dir__ = _missing(__name__), _listed(__name__)

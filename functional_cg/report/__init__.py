@@ -23,6 +23,8 @@ Of a pipeline:
 
 from __future__ import annotations
 
+import typing as _typing
+
 try:
     import matplotlib  # noqa: F401
 except ImportError as error:
@@ -31,6 +33,8 @@ except ImportError as error:
         "To fix: `pip install matplotlib`."
     ) from error
 
+from ..names import listed as _listed
+from ..names import missing as _missing
 from .plots import arena as arena
 from .plots import bytes_by_role as bytes_by_role
 from .plots import loss_curves as loss_curves
@@ -40,3 +44,6 @@ from .schedules import schedule as schedule
 from .statistics import statistics as statistics
 from .timing import seconds_per_call as seconds_per_call
 from .timing import step_times as step_times
+
+if not _typing.TYPE_CHECKING:  # a type checker would let any name pass
+    __getattr__, __dir__ = _missing(__name__), _listed(__name__)

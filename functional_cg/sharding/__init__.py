@@ -30,6 +30,7 @@ Types:
 
 import typing as _typing
 
+from ..names import listed as _listed
 from ..names import missing as _missing
 from ..pipelines.pipeline import Pipeline as Pipeline
 from ..shards.mesh import Mesh as Mesh
@@ -46,4 +47,4 @@ from .values import sum as sum
 from .zero import zero as zero
 
 if not _typing.TYPE_CHECKING:  # a type checker would let any name pass
-    __getattr__ = _missing(__name__)
+    __getattr__, __dir__ = _missing(__name__), _listed(__name__)

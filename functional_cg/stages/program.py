@@ -252,6 +252,7 @@ class Program:
       suppositions: Slots that it never changes, with the values that it was traced with, on the host.
       tables: Tensors that caches hold, by name: each is one of the constants.
       copied: Names of the inputs that it writes, each in a copy of its own.
+      warnings: What calls of the library warn of.
       notes: What parts of the step say of themselves, such as the schedule of a pipeline; the same on all ranks.
       reserved: How many numbers of variables and of storages its trace has given away.
     """
@@ -276,6 +277,7 @@ class Program:
     suppositions: list[Constant] = field(default_factory=list)
     tables: list[tuple[str, Tensor]] = field(default_factory=list)
     copied: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     reserved: tuple[int, int] = (0, 0)
 

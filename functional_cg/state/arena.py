@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from ..ambient.modes import ordinary
+from ..ambient.running import running
 from ..concurrency.streams import Stream, current_raw_stream, current_stream
 from ..concurrency.turns import Turn
-from ..errors import LayoutError
+from ..errors import CaptureError, LayoutError
 from ..pytree.nodes import as_node
 from ..shards.placement import Placement
 from ..shards.tensor import placed
@@ -310,13 +311,22 @@ def refuse_unplaceable(
       function: Name of the user's function.
 
     Raises:
+      CaptureError: In a trace, whose tensors have no values.
       LayoutError: For offending leaves; it lists the first five.
     """
+    if running().work is not None:
+        raise CaptureError.of(
+            function,
+            "makes or stores a state, as `fcg.place`, `fcg.fork`, `fcg.save` and `fcg.load_state_dict` do.",
+            why="A graph repeats what is done on the device: it writes no file and makes no state.",
+            fix="call it between steps, on the state that one has returned; values leave a step in `metrics`.",
+        )
     home = next((device for device in devices if device is not None), None)
     rows, better = [], ""
     for path, leaf, device in zip(paths, leaves, devices, strict=True):
         problem = unplaceable(leaf)
-        better = better or as_node(leaf, path_string(path, root)) or as_plain(leaf, path_string(path, root))
+        name = path_string(path, root)
+        better = better or as_node(leaf, name) or as_plain(leaf, name) or _as_pure(leaf, name)
         if problem:
             rows.append(f"{path_string(path, root)}  expected a dense tensor   got {problem}")
         elif device is not None and device != home:
@@ -350,6 +360,22 @@ def as_plain(leaf: Any, name: str) -> str:
     if not like_tensors or _is_ordinary(type(leaf)):
         return ""
     return f"pass it as a plain tensor, `{name}.as_subclass(torch.Tensor)`"
+
+
+def _as_pure(leaf: Any, name: str) -> str:
+    """Say what to do with a module or an optimizer, which is no tree of tensors; "" for anything else."""
+    if isinstance(leaf, torch.nn.Module):
+        return (
+            f"`{name}` is a {type(leaf).__name__}: make it a pure function, `apply, params, buffers = "
+            "fcg.from_module(model)`, pass `fcg.TrainState.create(params=params, buffers=buffers, optimizer=optimizer)`, "
+            "and in the step `out, buffers = apply(state.params, state.buffers, x)`"
+        )
+    if isinstance(leaf, torch.optim.Optimizer):
+        return (
+            f"`{name}` is an optimizer: pass what holds its state, `fcg.TrainState.create(params=params, "
+            f"optimizer=fcg.optim.from_torch(torch.optim.{type(leaf).__name__}, lr=0.1))`"
+        )
+    return ""
 
 
 def unplaceable(leaf: Any) -> str:

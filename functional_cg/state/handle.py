@@ -248,7 +248,11 @@ class Handle(TreeView):
 
     def __dir__(self) -> list[str]:
         names = () if self._part.is_mapping else self._part.children
-        return sorted({*super().__dir__(), *dir(self._node.kind), *map(str, names)})
+        fixed = getattr(self._node.kind, "__dataclass_fields__", ())
+        return sorted({*super().__dir__(), *dir(self._node.kind), *fixed, *map(str, names)})
+
+    def _ipython_key_completions_(self) -> list[Any]:
+        return list(self._part.children) if self._part.is_mapping else []
 
     def __setattr__(self, name: str, value: Any) -> Never:
         raise self._read_only(f".{name}")

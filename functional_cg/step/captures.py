@@ -18,6 +18,7 @@ from ..call.signature import Call, Signature
 from ..concurrency.interrupts import held_back, undisturbed
 from ..concurrency.turns import Turn, refuse_what_a_fork_cut_off
 from ..errors import ClosedError, FunctionalCGError, LayoutError
+from ..messages.source import warn
 from ..messages.tracebacks import entry, shorten
 from ..options import BackendChoice, Options
 from ..stages.lower.compiled import announce, lower
@@ -422,7 +423,7 @@ class Transform(Generic[P, R]):
         found = (recipe.states, call.layout, program, plan, guards, inspection, reference)
         lowered = Lowered(self._name, *found)
         for text in warnings_of(lowered):
-            log.warning("%s: %s", self._name, text)
+            warn(f"`{self._name}`: {text}")
         return lowered
 
     def _captured_for(self, call: Call, lowered: Lowered) -> Captured:

@@ -8,7 +8,6 @@ default those whose number is a power of two, compare what the replay itself com
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ from torch import Tensor
 from ..concurrency.garbage import no_garbage_collection
 from ..concurrency.interrupts import held_back, uninterrupted
 from ..errors import CaptureError
+from ..messages.source import warn
 from ..options import Certify
 from ..shards.peers import on_any
 from ..stages.plan import Backend, Before, Buffers, Replay, Run
@@ -74,8 +74,10 @@ def certify(
             why="`certify=True` asks for a comparison with the calls of the step, run one by one.",
             fix='leave `certify` out; or `lowering="aten"`, which needs none.',
         )
-    level = logging.WARNING if trial.lacking else logging.INFO
-    log.log(level, "%s: %s; in %.2f s", lowered.name, lowered.certificate, time.perf_counter() - start)
+    if trial.lacking:
+        warn(f"`{lowered.name}`: {lowered.certificate}")
+    else:
+        log.info("%s: %s; in %.2f s", lowered.name, lowered.certificate, time.perf_counter() - start)
     return trial
 
 
@@ -120,6 +122,8 @@ class Certified:
             uninterrupted(before)  # the slots hold the new state from here on
         if self._recorded is None:
             _give_back(self._buffers)
+        if self._trial.lacking:  # not before the new state counts: a filter may raise it
+            warn(f"`{self._lowered.name}`: not compared at call {self._calls}: {_lacking(self._trial)}")
         return metrics
 
     def _compared(self) -> Sequence[Tensor]:
@@ -136,9 +140,7 @@ class Certified:
             if lowered.mesh is not None or not isinstance(error, torch.OutOfMemoryError):
                 raise
             metrics, trial.lacking = self._replay(()), trial.lacking or 1
-        if trial.lacking:
-            log.warning("%s: not compared at call %d: %s", lowered.name, self._calls, _lacking(trial))
-        elif lowered.certificate is not None:
+        if not trial.lacking and lowered.certificate is not None:
             lowered.certificate = lowered.certificate.also(self._calls, trial.share)
         return metrics
 

@@ -63,9 +63,11 @@ def explain_html(name: str, stats: Stats, plans: Plans, refusal: str) -> Html:
 def warnings_of(lowered: Lowered) -> Iterator[str]:
     """Yield warnings of what is legal but probably a mistake: dropped values, numbers drawn repeatedly."""
     inspection = lowered.inspection
-    for site in dict.fromkeys(inspection.repeated):
+    yield from inspection.warnings
+    if sites := list(dict.fromkeys(inspection.repeated)):
+        said = "draw" if len(sites) > 1 else "draws"
         yield (
-            f"{site} draws the same numbers at each call: its key does not change; "
+            f"{', '.join(first(sites, _SHOWN))} {said} the same numbers at each call, by a key that does not change: "
             "fold the step in, `fcg.random.fold_in(state.key, state.step)`."
         )
     correlated = [

@@ -24,6 +24,7 @@ from .. import tree as pytree
 from ..ambient.torch_modes import refuse_ambient_modes
 from ..call.signature import Call, StateArgument, on_host
 from ..errors import BakedValueError, ForeignTensorError, FunctionalCGError, LayoutError
+from ..messages.source import warn
 from ..shards.groups import Groups
 from ..stages.program import Program
 from ..stages.trace.twice import another_program
@@ -31,7 +32,6 @@ from ..stages.watch.host_watch import HostWatch, refusal
 from ..state.arena import BufferSpec, as_plain
 from ..state.leaf import Leaf
 from ..tensors.fingerprint import as_now, seen
-from .log import log
 
 __all__ = ["Constants", "Guards", "Supposed"]
 
@@ -67,9 +67,14 @@ class Constants:
                     f"To fix: a state is an argument, `{function}(state, ...)`; a fixed copy is `fcg.snapshot(state)`."
                 )
             if not isinstance(leaf, Tensor):
+                fix = "leave it out: numbers that the function reads are watched; a table as `torch.tensor(...)`."
+                if isinstance(leaf, torch.nn.Module):
+                    fix = (
+                        "if it is trained, `apply, params, buffers = fcg.from_module(model)`, with `params` and "
+                        "`buffers` in the state; if not, `constants=(*model.parameters(), *model.buffers())`."
+                    )
                 raise TypeError(
-                    f"`{function}`: {name} must be a tensor, got {type(leaf).__name__}.\n"
-                    "To fix: leave it out: numbers that the function reads are watched; a table as `torch.tensor(...)`."
+                    f"`{function}`: {name} must be a tensor, got {type(leaf).__name__}.\nTo fix: {fix}"
                 )
             if leaf.layout is not torch.strided or leaf.is_nested:
                 raise LayoutError.of(
@@ -267,13 +272,11 @@ class Guards:
         self._causes.update(names)
         often = [name for name in names if self._causes[name] == _OFTEN]
         if often:
-            log.warning(
-                "%s: %s changed before each of %d calls, and the step reads it: such a call traces the step again, "
-                "%.2f s, to see that it does the same. To fix: pass it as an input, or do not read it in the step.",
-                self._function,
-                ", ".join(f"`{name}`" for name in often),
-                _OFTEN,
-                time.perf_counter() - start,
+            read = ", ".join(f"`{name}`" for name in often)
+            warn(
+                f"`{self._function}`: {read} changed before each of {_OFTEN} calls, and the step reads it: such a call "
+                f"traces the step again, {time.perf_counter() - start:.2f} s, to see that it does the same.\n"
+                "To fix: pass it as an input, or do not read it in the step."
             )
 
 

@@ -15,9 +15,16 @@ Two of its modules need hypothesis and are imported separately: ``functional_cg.
 
 from __future__ import annotations
 
+import typing as _typing
+
+from ..names import listed as _listed
+from ..names import missing as _missing
 from .laws import assert_no_alias as assert_no_alias
 from .laws import assert_pure as assert_pure
 from .laws import assert_replay_equals_eager as assert_replay_equals_eager
 from .laws import assert_trees_all_close as assert_trees_all_close
 from .laws import assert_trees_all_equal as assert_trees_all_equal
 from .simulator import Simulator as Simulator
+
+if not _typing.TYPE_CHECKING:  # a type checker would let any name pass
+    __getattr__, __dir__ = _missing(__name__), _listed(__name__)

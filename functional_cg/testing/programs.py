@@ -249,7 +249,6 @@ def step_fns(
     construct is reported as a hypothesis ``event``, which ``pytest --hypothesis-show-statistics`` counts.
 
     Args:
-      draw: Given by hypothesis.
       states: Pytrees to start from; by default dicts with twins to swap, a key, a counter and random leaves.
       max_operations: Upper bound of the program's length.
     Raises:

@@ -21,6 +21,10 @@ Programs:
 
 from __future__ import annotations
 
+import typing as _typing
+
+from ..names import listed as _listed
+from ..names import missing as _missing
 from .programs import StepProgram as StepProgram
 from .programs import optimizers as optimizers
 from .programs import step_fns as step_fns
@@ -32,3 +36,6 @@ from .trees import pytrees as pytrees
 from .trees import shapes as shapes
 from .trees import states as states
 from .trees import tensors as tensors
+
+if not _typing.TYPE_CHECKING:  # a type checker would let any name pass
+    __getattr__, __dir__ = _missing(__name__), _listed(__name__)

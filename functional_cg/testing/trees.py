@@ -55,7 +55,6 @@ def tensors(
     """Draw tensors on the CPU. For one fixed shape and dtype, use :func:`like`.
 
     Args:
-      draw: Given by hypothesis.
       shapes: Shapes to draw from.
       dtypes: Dtypes to draw from.
       elements: Values; by default small ones that the dtype holds exactly.
@@ -130,7 +129,6 @@ def like(draw: Draw, tree: Any, *, elements: st.SearchStrategy[Any] | Mapping[st
     """Draw trees of the same structure, shapes and dtypes with other values.
 
     Args:
-      draw: Given by hypothesis.
       tree: A pytree of tensors; other leaves stay as they are.
       elements: Strategy for the values, or a dict from printed key paths (``"['y']"``) to such strategies.
     Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LayoutError
-from ..messages.source import locate
+from ..messages.source import warn
 from ..messages.tracebacks import entry
 from ..state.arena import BufferSpec
 from ..state.leaf import owned
@@ -36,11 +35,7 @@ def _warn(text: str, flags: Tensor, when: str = "") -> None:
         )
         which = f", of {len(on):,} of {len(flags):,} members: {', '.join(map(str, on[:_NAMED]))}"
         which += ", …" if len(on) > _NAMED else ""
-    message, place = f"{when}{text}{which}", locate()
-    if place is None:
-        warnings.warn(message, stacklevel=2)
-    else:
-        warnings.warn_explicit(message, UserWarning, place.filename, place.line)
+    warn(f"{when}{text}{which}")
 
 
 def _batched(info: Any, in_dims: Any, text: str, values: Sequence[Tensor]) -> tuple[None, None]:

@@ -6,17 +6,19 @@ Gradients are taken by ``torch.autograd.grad`` with respect to fresh leaves made
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
+from inspect import signature
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from .. import tree as pytree
+from ..ambient.running import running
 from ..ambient.setting import is_constant
 from ..errors import CaptureError, LayoutError
+from ..messages.source import at_here, warn
 from ..messages.tracebacks import entry
 from ..shards.reader import like_leaf, readers, variable_of, whole
 from ..shards.tensor import refuse_at_rest
@@ -106,11 +108,7 @@ def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable
                 grads = _gradients(value, leaves, create_graph=nested)
             grads = [like_leaf(leaf, grad) for leaf, grad in zip(flat, grads, strict=True)]
         if leaves and not value.requires_grad:
-            warnings.warn(
-                f"`{name}`: its value depends on no leaf of its first argument, so all gradients are zero. It has to "
-                "compute with that argument, `lambda p: ...`, and not with `state.params` from outside.",
-                stacklevel=2,
-            )
+            _warn_of_zeros(name, fn)
         for leaf in leaves:
             if leaf.is_leaf:
                 leaf.requires_grad_(False)  # so that an outer call that meets it in its graph ignores it
@@ -211,6 +209,21 @@ def _refuse_transforms(name: str) -> None:
             why="It uses the autograd tape, which those transforms do not see.",
             fix="use `torch.func.grad` or `torch.func.grad_and_value` inside of `vmap`.",
         )
+
+
+def _warn_of_zeros(name: str, fn: Callable[..., Any]) -> None:
+    """Warn that a value has no gradient; in a trace, when it ends."""
+    first = next(iter(signature(fn).parameters))
+    text = (
+        f"`{name}`: its value depends on no leaf of its first argument, so all gradients are zero{at_here()}.\n"
+        f"To fix: compute it with `{first}`, not with the state from outside, and without `.detach()`, "
+        "`torch.no_grad()` or `.item()` in between."
+    )
+    work = running().work
+    if work is None:
+        warn(text)
+    else:
+        work.warnings.append(text)
 
 
 def refuse_undifferentiable(name: str, treedef: pytree.Treedef, flat: Sequence[Any]) -> None:

@@ -139,6 +139,9 @@ class Taps(Mapping[str, Tensor]):
                 found[name] = rows[-1].split("\n"), [*calls], torch.stack(values).cpu()
             return found
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self._rings)
+
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._rings:
             known = f"; tapped are {', '.join(self._rings)}" if self._rings else "; nothing was tapped yet"

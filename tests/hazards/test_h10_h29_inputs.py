@@ -261,7 +261,7 @@ def written(state: Any, batch: Any) -> Any:
 
 @everywhere
 def test_h26_a_batch_written_in_place_is_the_steps_own_copy(
-    place: Place, caplog: pytest.LogCaptureFixture
+    place: Place, recwarn: pytest.WarningsRecorder
 ) -> None:
     """Documented: each call starts from what it was passed, and the caller's tensors stay as they were."""
     step, twin = place.step(written), place.step(written)
@@ -276,7 +276,7 @@ def test_h26_a_batch_written_in_place_is_the_steps_own_copy(
         assert int(metrics["n"]) == number + 1
         assert_trees_all_equal({name: batch[name] for name in before}, before, f"batch {number}")
     assert step.stats.replays == CALLS
-    (said,) = [text for text in caplog.messages if "its own copy" in text]
+    (said,) = [text for one in recwarn if "its own copy" in (text := str(one.message))]
     assert "`batch['n']`, `batch['same']`, `batch['x']`: the step writes in place" in said
     assert step.lower(state, batch).inspection.copied == ("batch['n']", "batch['same']", "batch['x']")
 

@@ -152,7 +152,7 @@ def two_streams_of_one_key(key: Tensor, x: Tensor) -> Any:
     ],
 )
 def test_h61_two_draws_with_one_key_are_warned_of(
-    shared: Any, apart: Any, place: Place, caplog: pytest.LogCaptureFixture
+    shared: Any, apart: Any, place: Place, recwarn: pytest.WarningsRecorder
 ) -> None:
     """With both places and the advice; a twin that follows the advice is not warned of."""
     lines = []
@@ -162,12 +162,12 @@ def test_h61_two_draws_with_one_key_are_warned_of(
             key = fcg.random.fold_in(state["key"], state["n"])
             return {**state, "n": state["n"] + 1}, draw(key, x)
 
-        caplog.clear()
+        recwarn.clear()
         assert_law(place, step_fn, keyed(place), [place.randn(64, seed=n) for n in range(CALLS)])
-        lines.append([record.getMessage() for record in caplog.records if "same key" in record.getMessage()])
+        lines.append([text for one in recwarn if "same key" in (text := str(one.message))])
     here, first = "test_h57_h71_randomness_and_warm_up.py", shared.__code__.co_firstlineno + 1
     warning = (
-        f"step_fn: {here}:{first} and {here}:{first + 1} draw from one and the same key, so the numbers are "
+        f"`step_fn`: {here}:{first} and {here}:{first + 1} draw from one and the same key, so the numbers are "
         "correlated: give each draw a key of its own, `fcg.random.split(key)` or `fcg.random.fold_in(key, n)`."
     )
     assert lines == [[warning], []]

@@ -38,6 +38,7 @@ class Inspection:
       repeated: Draws that give the same numbers in every call.
       shared_keys: Pairs of draws in one call with the same key and stream, hence correlated numbers.
       copied: Inputs that the step writes in place, in a copy of its own.
+      warnings: What calls of the library warn of.
     """
 
     function: str
@@ -53,6 +54,7 @@ class Inspection:
     repeated: tuple[str, ...] = ()
     shared_keys: tuple[tuple[str, str], ...] = ()
     copied: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         def shown(names: Sequence[str]) -> str:
@@ -104,6 +106,7 @@ def inspection_of(program: Program, watched: Sequence[str]) -> Inspection:
         repeated=tuple(_repeated(program)),
         shared_keys=tuple(shared_keys(program)),
         copied=tuple(program.copied),
+        warnings=tuple(dict.fromkeys(program.warnings)),
     )
 
 

@@ -71,6 +71,7 @@ def read_reports(program: Program, var_of: Callable[[Tensor], Var | None], work:
     for original, name, by_mode, parts, buffers in work.applied:
         written = tuple(var for var in map(var_of, buffers) if var is not None)
         program.applications.append(Application(original, name, by_mode, parts, written))
+    program.warnings = work.warnings
     for trees in work.replaced:
         program.replaced.append([])
         for part in trees:

@@ -558,10 +558,17 @@ class HostReads:
         elif not computes(found):
             self.found(place, Step(ATTRIBUTE, name), found, shown)
 
-    def holds(self, owner: Any, ask: Any, value: Any) -> Any:
-        """Record and return ``value``, the result of ``ask(owner)``, such as a weak reference's target."""
+    def holds(self, owner: Any, ask: Any, value: Any, method: str = "") -> Any:
+        """Record and return ``value``, the result of ``ask(owner)``, such as a weak reference's target.
+
+        Args:
+          owner: What is asked.
+          ask: Asks it.
+          value: What it answers.
+          method: How the program asks it, such as ``".get"``; by a call if it is empty.
+        """
         place = self.place(owner)
-        self.found(place, Step(PART, ask), value, f"{place.name}()")
+        self.found(place, Step(PART, ask), value, f"{place.name}{method}()")
         return value
 
     def goes_on(self, place: Place) -> None:

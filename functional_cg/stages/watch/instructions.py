@@ -277,7 +277,7 @@ class Instructions:
             self.reads.contexts[variable] += 1 if name == "set" else -1
         elif self.reads.contexts[variable] <= 0:
             get = operator.methodcaller("get", *args)
-            self.reads.holds(variable, get, get(variable))
+            self.reads.holds(variable, get, get(variable), ".get")
 
     def _ask(self, owner: Any = UNKNOWN, name: Any = UNKNOWN, *default: Any) -> None:
         if type(name) is str:
