@@ -59,8 +59,8 @@ _HERE = _table("""
     clip_grad_value_ clip | `fcg.optim.chain(fcg.optim.clip_by_value(1.0), optimizer)`
     multi_transform | `fcg.optim.partition({"decay": ..., "rest": ...}, labels)`
     additive_weight_decay | `fcg.optim.add_decayed_weights(0.01)`
-    MultiSteps accumulate accumulate_gradients gradient_accumulation | `fcg.microbatches(4)(fcg.value_and_grad(loss_fn))` in a step; over several calls, `fcg.TrainState.create(..., accumulate=True)` and `state.grads`
-    apply_if_finite skip_not_finite | `finite = fcg.optim.global_norm(grads).isfinite()`, and `fcg.cond(finite, lambda: state.apply_gradients(grads), lambda: state)`
+    MultiSteps accumulate accumulate_gradients gradient_accumulation accumulate_grad_batches grad_accum | `fcg.microbatches(4)(fcg.value_and_grad(loss_fn))` in a step; over several calls, `fcg.TrainState.create(..., accumulate=True)` and `state.grads`
+    apply_if_finite skip_not_finite skip_large_updates zero_nans | `finite = fcg.optim.global_norm(grads).isfinite()`, and `fcg.cond(finite, lambda: state.apply_gradients(grads), lambda: state)`
     state create_train_state | `state = fcg.TrainState.create(params=params, optimizer=optimizer)`; of any pytree, `state = fcg.place(tree)`
     Optimizer | `fcg.optim.GradientTransformation`, or `fcg.optim.from_torch(cls, ...)`
     PRNGKey seed manual_seed Generator | `fcg.random.key(0)`
@@ -69,18 +69,18 @@ _HERE = _table("""
     randperm shuffle | `fcg.random.permutation(key, n)`
     choice multinomial | `fcg.random.categorical(key, logits)`
     gumbel gumbel_softmax | `-torch.log(fcg.random.exponential(key, shape))`
-    jit pjit compile make_graphed_callables step train_step call capture | `fcg.graph_step(fn)` for a step, `fcg.graph_fn(fn)` for a read-only function
+    jit pjit compile make_graphed_callables train_step call capture CUDAGraph graph cuda_graph cudagraphs replay | `fcg.graph_step(fn)` for a step, `fcg.graph_fn(fn)` for a read-only function
     grad_and_value | `loss, grads = fcg.value_and_grad(loss_fn)(params)`, value first
     backward | `loss, grads = fcg.value_and_grad(loss_fn)(state.params)`
-    vmap jacrev jacfwd hessian | `torch.func.NAME`
-    checkpoint | `fcg.checkpoints(folder)` saves a run; `fcg.remat(layer)` recomputes in the backward pass
+    vmap jvp vjp linearize jacrev jacfwd hessian | `torch.func.NAME`
+    checkpoint gradient_checkpointing activation_checkpointing checkpoint_sequential | `fcg.checkpoints(folder)` saves a run; `fcg.remat(layer)` recomputes in the backward pass
     while_loop fori_loop for_loop | `fcg.scan(lambda carry, x: (carry, y), init, xs)`, of fixed length
-    stop_gradient no_grad | `x.detach()`
+    stop_gradient no_grad inference_mode set_grad_enabled | `x.detach()`
     functional_call make_functional functionalize init apply | `apply, params, buffers = fcg.from_module(model)`
-    DataParallel DistributedDataParallel DDP FSDP FullyShardedDataParallel fully_shard pmap | `TrainState.create(..., sharding=fcg.sharding.zero(mesh, stage=1))`
+    DataParallel DistributedDataParallel DDP ddp FSDP fsdp FullyShardedDataParallel fully_shard pmap shard_map NamedSharding PartitionSpec DTensor ZeroRedundancyOptimizer | `TrainState.create(..., sharding=fcg.sharding.zero(mesh, stage=1))`
     all_reduce psum pmean | `fcg.sharding.sum(x)` or `fcg.sharding.mean(x)`, in the step
     GradScaler | `fcg.LossScale`
-    autocast | `torch.autocast(...)` in the loss, or `fcg.precision.Policy()`
+    autocast amp mixed_precision bfloat16 bf16 float16 fp16 half | `torch.autocast(...)` in the loss, or `fcg.precision.Policy()`
     tree_map multimap | `fcg.tree.map(function, tree)`
     tree_leaves | `fcg.tree.leaves(tree)`
     tree_flatten | `fcg.tree.flatten(tree)`
@@ -93,13 +93,45 @@ _HERE = _table("""
     alert warn_if | `fcg.alarm("the loss is above 10", loss > 10)`, in the step
     ensemble stack_module_state | `fcg.sweep(train_step)`, a step of many models at once
     print | `fcg.debug_print("loss {}", loss)`
+    step update zero_grad | `fcg.graph_step(train_step)`, and in the step `state = state.apply_gradients(grads)`, which adds to no `.grad`
+    Trainer SFTTrainer TrainingArguments Accelerator module_step | `from functional_cg.trainers import module_step`, for a loop with a torch optimizer; `help(functional_cg.trainers)`
+    LightningModule fit training_step configure_optimizers | a loop of your own, `for batch in loader: state, metrics = train_step(state, batch)`, of `train_step = fcg.graph_step(fn)`
+    Callback callback EarlyStopping Logger log wandb tensorboard metrics Metric | return the number in `metrics` and read it in the loop, `metrics["loss"].item()`; from the middle of a model, `fcg.tap("name", x)`
+    pure_callback io_callback host_callback callbacks | `fcg.tap("name", x)`, read outside of the step; to print, `fcg.debug_print("x {}", x)`
+    eval train | `apply(params, buffers, x, train=False)`, of `apply, params, buffers = fcg.from_module(model)`
+    device to cuda cpu device_put | `fcg.place(tree, device="cuda")`; a step copies its inputs to the device of its state
+    device_get numpy | `fcg.state_dict(state)`, on the host; `fcg.snapshot(state)`, where it is
+    clone copy deepcopy | `fcg.fork(state)`; `fcg.snapshot(state)` for ordinary tensors
+    block_until_ready synchronize | `torch.cuda.synchronize()`; reading a metric waits for it, too
+    lower make_jaxpr export aot eval_shape | `print(train_step.lower(state, batch).as_text())`
+    disable_jit debug breakpoint | `train_step.eager(state, batch)`
+    profiler profile summary | `print(train_step.profile(state, batch))`; what was captured, `print(train_step.explain())`
+    custom_vjp custom_jvp custom_gradient | `torch.autograd.Function`
+    switch | `fcg.cond(pred, true_fn, false_fn)`, one in the other
+    lax | `fcg.cond` and `fcg.scan`
+    tree_util tree_utils pytree jax_tree | `fcg.tree`
+    tree_structure structure treedef | `leaves, treedef = fcg.tree.flatten(tree)`
+    tree_map_with_path map_with_path | `fcg.tree.flatten_with_path(tree)`
+    tree_reduce reduce count_params num_params | `sum(x.numel() for x in fcg.tree.leaves(tree))`
+    zeros_like tree_zeros_like ones_like | `fcg.tree.map(torch.NAME, tree)`
+    ravel_pytree ravel parameters_to_vector | `torch.cat([x.flatten() for x in fcg.tree.leaves(tree)])`; for the optimizer, `fcg.optim.flatten(optimizer)`
+    soft_update target_update polyak polyak_update | `fcg.tree.map(lambda old, new: old.lerp(new, 0.005), target, params)`
+    set_lr set_learning_rate | `state = fcg.optim.set_hyperparams(state, learning_rate=1e-4)`, of `fcg.optim.inject_hyperparams(fcg.optim.sgd)(learning_rate=0.1)`
+    cudagraph_mark_step_begin mark_step_begin | leave it out: what a step returns stays as it is
+    cross_entropy mse_loss softmax log_softmax huber_loss relu gelu binary_cross_entropy_with_logits | `torch.nn.functional.NAME`
+    softmax_cross_entropy softmax_cross_entropy_with_integer_labels | `torch.nn.functional.cross_entropy(logits, targets)`
+    functional losses | `torch.nn.functional`
+    Dense | `torch.nn.Linear`, and `apply, params, buffers = fcg.from_module(model)`
+    Rngs next_key default_rng get_rng_state | `key, own = fcg.random.split(key)`, of `key = fcg.random.key(0)`
+    DataLoader dataloader | `for batch in fcg.prefetch(loader, train_step):`, of a `torch.utils.data.DataLoader`
+    DeviceMesh init_device_mesh | `fcg.sharding.mesh({"dp": -1})`
+    init_process_group barrier get_rank get_world_size rank world_size | `torch.distributed`, as without this library
     examples | `import functional_cg.examples`
-    Trainer SFTTrainer module_step | `from functional_cg.trainers import module_step`, for a loop with a torch optimizer; `help(functional_cg.trainers)`
-    CheckpointManager Checkpointer checkpointer | `saved = fcg.checkpoints(folder, keep=3)`, then `saved.save(state)`
-    save_checkpoint save_file save_safetensors | `fcg.save(path, state)`
+    CheckpointManager Checkpointer checkpointer ModelCheckpoint | `saved = fcg.checkpoints(folder, keep=3)`, then `saved.save(state)`
+    save_checkpoint save_file save_safetensors save_state | `fcg.save(path, state)`
     save_pretrained | `fcg.save("folder/model.safetensors", state.params, shard_bytes=5_000_000_000)`
     load_params load_file load_safetensors from_pretrained | `params = fcg.load(path, params)`, from a file or a folder; from a run, `params = fcg.load(path, params, part="params")`
-    restore restore_checkpoint load_checkpoint | `state = fcg.load(path, state)`
+    restore restore_checkpoint load_checkpoint load_from_checkpoint load_state resume | `state = fcg.load(path, state)`
 """)  # noqa: E501
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import pydoc
 import re
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any, get_overloads
 
 import pytest
 import torch
@@ -93,3 +95,44 @@ def test_the_checks_find_what_they_are_for() -> None:
     assert index(module) == ["four", "one", "three", "two"]
     module.__dict__.update(__all__=["render_doc"], render_doc=pydoc.render_doc)
     assert "FUNCTIONS" in shown(module)
+
+
+def documented() -> dict[str, tuple[list[str], list[str]]]:
+    """By name of what has a section of arguments: those of its page, and those of its signature."""
+    found = {}
+    for module in MODULES:
+        for name in exports(module):
+            one = getattr(module, name)
+            parts = inspect.getmembers(one, inspect.isroutine) if isinstance(one, type) else []
+            for path, thing in [(name, one), *((f"{name}.{part}", value) for part, value in parts)]:
+                page = re.search(r"^Args:\n((?:  .*\n|\n)+)", f"{inspect.getdoc(thing)}\n", re.MULTILINE)
+                if page and callable(thing):
+                    lines = re.findall(r"^  \*{0,2}(\w[\w, ]*): ", page[1], re.MULTILINE)
+                    own = [one for one in inspect.signature(thing).parameters if one != "self"]
+                    found[f"{module.__name__}.{path}"] = (
+                        [one for line in lines for one in line.split(", ")],
+                        own,
+                    )
+    return found
+
+
+def test_an_argument_is_documented_if_it_exists_and_only_then() -> None:
+    pages = documented()
+    assert len(pages) > 80
+    assert {
+        name: (page, own)
+        for name, (page, own) in pages.items()
+        if {*page} - {*own} or {*own} - {*page} - {"args", "kwargs"}
+    } == {}
+
+
+@pytest.mark.parametrize("transform", [fcg.graph_step, fcg.graph_fn])
+def test_the_options_of_a_step_are_in_its_signature(transform: Callable[..., Any]) -> None:
+    own = inspect.signature(transform)
+    declared = [inspect.signature(one) for one in get_overloads(transform)]
+    assert len(declared) == 2
+    for one in declared:
+        assert {name: p.default for name, p in one.parameters.items() if name != "fn"} == {
+            name: p.default for name, p in own.parameters.items() if name != "fn"
+        }
+    assert "certify: 'Certify' = 'auto'" in "\n".join(shown(transform))

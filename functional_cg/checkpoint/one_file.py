@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..messages.tracebacks import entry
+from ..state.arena import refuse_in_a_trace
 from .disk import BLOCK, alone_in, lock, open_file, sync_directory
 from .folder import found_in, values_in
 from .hub import files_in, index, names_of_shards, shards
@@ -124,6 +125,7 @@ def load(path: str | os.PathLike[str], state: T, *, part: Part = None, cast: boo
       ...     params = fcg.load(folder, params, part="params")
       ...     model = fcg.load(folder, model.bfloat16(), part="params", cast=True)
     """
+    refuse_in_a_trace()
     _checked_path(path, "fcg.load")
     place = Path(path)
     files: dict[Path, tuple[set[str], str | None] | None] = {place: None}

@@ -40,6 +40,7 @@ __all__ = [
     "dtype_name",
     "offsets",
     "plan",
+    "refuse_in_a_trace",
     "refuse_unplaceable",
     "unplaceable",
 ]
@@ -294,6 +295,21 @@ class Arena:
                 slab.record_stream(current)
 
 
+def refuse_in_a_trace(function: str = "") -> None:
+    """Raise if a state is made or stored in a step that is being traced, whose tensors have no values.
+
+    Raises:
+      CaptureError: In a trace.
+    """
+    if running().work is not None:
+        raise CaptureError.of(
+            function,
+            "makes or stores a state, as `fcg.place`, `fcg.fork`, `fcg.save` and `fcg.load_state_dict` do.",
+            why="A graph repeats what is done on the device: it writes no file and makes no state.",
+            fix="call it between steps, on the state that one has returned; values leave a step in `metrics`.",
+        )
+
+
 def refuse_unplaceable(
     paths: Sequence[KeyPath],
     leaves: Sequence[Any],
@@ -311,16 +327,10 @@ def refuse_unplaceable(
       function: Name of the user's function.
 
     Raises:
-      CaptureError: In a trace, whose tensors have no values.
+      CaptureError: In a trace.
       LayoutError: For offending leaves; it lists the first five.
     """
-    if running().work is not None:
-        raise CaptureError.of(
-            function,
-            "makes or stores a state, as `fcg.place`, `fcg.fork`, `fcg.save` and `fcg.load_state_dict` do.",
-            why="A graph repeats what is done on the device: it writes no file and makes no state.",
-            fix="call it between steps, on the state that one has returned; values leave a step in `metrics`.",
-        )
+    refuse_in_a_trace(function)
     home = next((device for device in devices if device is not None), None)
     rows, better = [], ""
     for path, leaf, device in zip(paths, leaves, devices, strict=True):
@@ -367,8 +377,8 @@ def _as_pure(leaf: Any, name: str) -> str:
     if isinstance(leaf, torch.nn.Module):
         return (
             f"`{name}` is a {type(leaf).__name__}: make it a pure function, `apply, params, buffers = "
-            "fcg.from_module(model)`, pass `fcg.TrainState.create(params=params, buffers=buffers, optimizer=optimizer)`, "
-            "and in the step `out, buffers = apply(state.params, state.buffers, x)`"
+            "fcg.from_module(model)`, pass `fcg.TrainState.create(params=params, buffers=buffers, "
+            "optimizer=optimizer)`, and in the step `out, buffers = apply(state.params, state.buffers, x)`"
         )
     if isinstance(leaf, torch.optim.Optimizer):
         return (

@@ -249,7 +249,9 @@ class Handle(TreeView):
     def __dir__(self) -> list[str]:
         names = () if self._part.is_mapping else self._part.children
         fixed = getattr(self._node.kind, "__dataclass_fields__", ())
-        return sorted({*super().__dir__(), *dir(self._node.kind), *fixed, *map(str, names)})
+        return sorted(
+            {*super().__dir__(), *type.__dir__(self._node.kind or Tensor), *fixed, *map(str, names)}
+        )
 
     def _ipython_key_completions_(self) -> list[Any]:
         return list(self._part.children) if self._part.is_mapping else []

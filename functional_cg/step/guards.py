@@ -81,7 +81,8 @@ class Constants:
                     function,
                     "declares a constant that is not dense.",
                     rows=[f"{name}  {leaf.layout} of {leaf.dim()} dimensions"],
-                    fix="declare `x.to_dense()`, or, of a nested one, `torch.nested.to_padded_tensor(x, 0.0)`.",
+                    fix=f"declare `{name}.to_dense()`, or, of a nested one, "
+                    f"`torch.nested.to_padded_tensor({name}, 0.0)`.",
                 )
             if better := as_plain(leaf, name):
                 raise LayoutError.of(
