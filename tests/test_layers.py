@@ -127,6 +127,7 @@ FROZEN_CALLS = frozenset(
         "len",
         "max",
         "min",
+        "_listed",  # a module's `__dir__`
         "_missing",  # a module's `__getattr__`, which raises
         "namedtuple",
         "object",

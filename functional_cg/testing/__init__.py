@@ -1,6 +1,6 @@
 """Testing tools for steps: an adversarial replay simulator, assertions and hypothesis strategies.
 
-The package is an opt-in import.
+The package is imported on first use, `fcg.testing`.
 
   assert_replay_equals_eager  every replay matches the pure function, bit for bit
   assert_pure                 a step depends on its arguments alone
@@ -9,7 +9,7 @@ The package is an opt-in import.
   assert_trees_all_close      equal structures, close values
   Simulator                   ``graph_step(backend=Simulator())``: a graph's hazards without a GPU
 
-Two of its modules need hypothesis and are imported separately: ``functional_cg.testing.strategies``, and
+Two of its modules need hypothesis and are imported on first use: ``functional_cg.testing.strategies``, and
 ``functional_cg.testing.stateful``, whose ``machine`` does to a step what a training loop does between two calls.
 """
 

@@ -1,6 +1,6 @@
 """Stateful hypothesis tests of a step: whatever happens between calls, it must match the pure function.
 
-It needs hypothesis and is a separate import.
+It needs hypothesis and is imported on first use.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import linecache
-import logging
 import re
 import warnings
 from dataclasses import dataclass
@@ -85,19 +84,13 @@ class Row:
 
 def message_of(row: Row, sign: str) -> str:
     """Run a program of a row and return its error, or else its warnings, each with its class; "" without any."""
-    shown, said = io.StringIO(), []
-    handler = logging.StreamHandler(shown)
-    logging.getLogger("functional_cg").addHandler(handler)
     try:
         with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("always")
             row.run(sign)
-        said += [f"{one.category.__name__}: {one.message}" for one in caught[:1]]
+        return "\n".join(f"{one.category.__name__}: {one.message}" for one in caught)
     except Exception as error:
-        said.append(f"{type(error).__name__}: {error}")
-    finally:
-        logging.getLogger("functional_cg").removeHandler(handler)
-    return "\n".join([*said, *(f"warning: {line}" for line in shown.getvalue().splitlines())])
+        return f"{type(error).__name__}: {error}"
 
 
 def rows() -> list[Row]:
