@@ -21,7 +21,18 @@ MODULES = (
     fcg, fcg.nn, fcg.optim, fcg.precision, fcg.random, fcg.sharding, fcg.tree, errors, testing, strategies,
 )  # fmt: skip
 PARTS = {
-    fcg: {"errors", "nn", "optim", "precision", "random", "report", "sharding", "testing", "tree"},
+    fcg: {
+        "errors",
+        "nn",
+        "optim",
+        "precision",
+        "random",
+        "report",
+        "sharding",
+        "testing",
+        "trainers",
+        "tree",
+    },
     testing: {"stateful", "strategies"},
 }
 
