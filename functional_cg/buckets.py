@@ -109,7 +109,7 @@ def pack(sequences: Iterable[Any], *, capacity: int, max_sequences: int, pad: in
     Raises:
       LayoutError: If the sequences do not fit.
       TypeError: If there are none, or one is not a 1-dim tensor or array of integers.
-      ValueError: If ``capacity`` or ``max_sequences`` is not a positive integer.
+      ValueError: If ``capacity`` or ``max_sequences`` is not a positive integer, or the tokens cannot hold ``pad``.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -123,9 +123,14 @@ def pack(sequences: Iterable[Any], *, capacity: int, max_sequences: int, pad: in
       >>> torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=same.tril()).shape
       torch.Size([1, 2, 6, 4])
     """
-    for name, size in (("capacity", capacity), ("max_sequences", max_sequences)):
-        if type(size) is not int or size < 1:
-            raise ValueError(f"pack: {name} must be a positive integer, got {size!r}. To fix: `{name}=64`.")
+    for name, number, least in (
+        ("capacity", capacity, 1),
+        ("max_sequences", max_sequences, 1),
+        ("pad", pad, None),
+    ):
+        if type(number) is not int or (least is not None and number < least):
+            kind = "an integer" if least is None else "a positive integer"
+            raise ValueError(f"pack: {name} must be {kind}, got {number!r}. To fix: `{name}={least or 0}`.")
     tensors = [as_tensor(one) for one in sequences]
     if not tensors or not all(
         isinstance(one, Tensor) and one.dim() == 1 and _is_integral(one) for one in tensors
@@ -152,7 +157,13 @@ def pack(sequences: Iterable[Any], *, capacity: int, max_sequences: int, pad: in
             f"`capacity={max(capacity, sum(lengths))}, max_sequences={max(max_sequences, len(lengths))}`.",
         )
     first = tensors[0]
-    tokens = torch.cat([*tensors, first.new_full((free,), pad)])
+    tokens = torch.cat([*tensors, first.new_empty(free)])
+    if not _holds(tokens.dtype, pad):
+        raise ValueError(
+            f"pack: the tokens are {BufferSpec.of(tokens)}, which cannot hold pad={pad}.\n"
+            "To fix: `pad=0`; or convert them, `x.long()`."
+        )
+    tokens[capacity - free :] = pad
     counts = torch.tensor([0, *lengths, free, *[0] * (max_sequences - len(lengths))], device=first.device)
     starts = counts.cumsum(0)
     documents = torch.arange(max_sequences + 1, device=first.device).repeat_interleave(counts[1:])

@@ -397,6 +397,16 @@ def test_a_row_gives_back_its_sequences(lengths: list[int], dtype: torch.dtype) 
     assert (batch["labels"][0, sum(lengths) :] == -100).all()
 
 
+def test_tokens_hold_their_padding() -> None:
+    narrow, wide = torch.tensor([1], dtype=torch.uint8), torch.tensor([300])
+    row = fcg.pack([narrow, wide], capacity=3, max_sequences=2, pad=50256)["tokens"]
+    assert row.tolist() == [[1, 300, 50256]]
+    with pytest.raises(ValueError, match=r"cannot hold pad=-1\.\nTo fix: `pad=0`"):
+        fcg.pack([narrow], capacity=3, max_sequences=2, pad=-1)
+    with pytest.raises(ValueError, match="pad must be an integer"):
+        fcg.pack([wide], capacity=3, max_sequences=2, pad=0.5)  # type: ignore[arg-type]
+
+
 def test_what_cannot_be_packed_is_refused_and_the_advice_helps() -> None:
     rows = [torch.ones(3, dtype=torch.int64)] * 3
     for sizes in ({"capacity": 8, "max_sequences": 3}, {"capacity": 9, "max_sequences": 2}):

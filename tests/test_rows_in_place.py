@@ -66,7 +66,7 @@ class Write:
 WRITE = st.builds(
     Write, st.sampled_from(sorted(WRITES)), st.sampled_from(["batch", "old", "other", "new"]), st.booleans()
 )
-SEEN = st.sets(st.sampled_from(["old", "view", "new", "whole", "branch"]), max_size=2)
+SEEN = st.sets(st.sampled_from(["old", "view", "new", "whole", "branch", "copy", "moved over"]), max_size=2)
 
 
 def step_of(writes: list[Write], others: list[Write], seen: set[str]) -> Any:
@@ -86,7 +86,7 @@ def step_of(writes: list[Write], others: list[Write], seen: set[str]) -> Any:
         }
         return {"table": table, "other": other}, {
             "moved": moved,
-            **{name: values[name]() for name in sorted(seen)},
+            **{name: values[name]() for name in sorted(seen & values.keys())},
         }
 
     return step
@@ -130,6 +130,8 @@ def assert_as_eager(step: Any, calls: int = 16) -> None:
 @example([Write("index_copy", "batch", copy=True)], [], {"whole"})
 @example([Write("index_copy", "batch", copy=False), Write("index_put", "new", copy=True)], [], {"branch"})
 @example([Write("index_copy", "other", copy=False)], [Write("index_add", "old", copy=False)], {"view"})
+@example([Write("index_copy", "batch", copy=False)], [], {"copy"})
+@example([Write("index_copy", "batch", copy=False)], [], {"moved over"})
 @given(st.lists(WRITE, min_size=1, max_size=3), st.lists(WRITE, max_size=2), SEEN)
 def test_the_bits_are_those_of_a_copy(writes: list[Write], others: list[Write], seen: set[str]) -> None:
     assert_as_eager(fcg.graph_step(step_of(writes, others, seen)), calls=3)
@@ -178,6 +180,6 @@ def test_an_input_that_is_written_becomes_a_leaf() -> None:
 @pytest.mark.kernels
 def test_compiled() -> None:
     writes = [Write("index_copy", "batch", copy=False), Write("index_put", "batch", copy=True)]
-    step = fcg.graph_step(step_of(writes, [], {"old"}), lowering="inductor")
+    step = fcg.graph_step(step_of(writes, [], {"old", "copy", "moved over"}), lowering="inductor")
     assert_as_eager(step)
     assert re.search(r"state\['table'\] .* 0 B  updated in place", str(step.explain()))

@@ -57,8 +57,7 @@ def schedule(program: Program, *, fuse: Collection[Instr] | None = None) -> Sche
     plan.outputs = program.results
     targets = [*program.slots, *(known.var for known in program.ranges)]
     in_slots = {var.storage for var in targets}
-    _move_fused(program, plan, fuse)
-    done = {var for instr in plan.fused for var in instr.outputs()}
+    done = {var for instr in _move_fused(program, plan, fuse) for var in instr.outputs()}
     plan.commits = [(old, new) for old, new in program.updates if new not in done]
     plan.staged = {old for old, new in plan.commits if new.storage in in_slots}
     shared = in_slots | {var.storage for var in program.inputs} | {c.var.storage for c in program.constants}
@@ -69,8 +68,12 @@ def schedule(program: Program, *, fuse: Collection[Instr] | None = None) -> Sche
     return plan
 
 
-def _move_fused(program: Program, plan: Schedule, which: Collection[Instr] | None) -> None:
-    """Move calls to the tail whose results go to the same slots that they read, and that may write them in place."""
+def _move_fused(program: Program, plan: Schedule, which: Collection[Instr] | None) -> set[Instr]:
+    """Move calls to the tail whose results go to the same slots that they read, and that may write them in place.
+
+    Returns:
+      These calls, and clones that they then need not write.
+    """
     slots = {*program.slots, *(known.var for known in program.ranges)}
     readers = Counter(var for instr in plan.head for var in set(instr.inputs()))
     readers.update(set(program.results))
@@ -109,6 +112,7 @@ def _move_fused(program: Program, plan: Schedule, which: Collection[Instr] | Non
             dropped.update(calls)
     plan.fused = [moved[instr] for instr in plan.head if instr in moved]
     plan.head = [instr for instr in plan.head if instr not in dropped]
+    return dropped
 
 
 def _on_slot(instr: Instr, slot: Var) -> Instr:

@@ -111,7 +111,8 @@ class ModuleStep(metaclass=Documented):
                 "hooks that run before `optimizer.step()`", "remove them; clipping is `max_norm=1.0`."
             )
         self._model, self._optimizer, self._training = model, optimizer, model.training
-        apply, params, buffers = from_module(_WithLoss(model))
+        self._whole = _WithLoss(model)  # kept: changes of it after this are noticed
+        apply, params, buffers = from_module(self._whole)
         tensors = {f"model.{name}": one for name, one in [*model.named_parameters(), *model.named_buffers()]}
         self._tensors = {name: tensors[name] for name in [*params, *buffers]}
         self._owners = _owners(optimizer, self._tensors)

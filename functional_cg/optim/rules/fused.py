@@ -109,9 +109,7 @@ def with_rate(
     params = columns[0]
     rate = beside(lr, params[0])
     if not isinstance(rate, Tensor) or params[0].dtype is not torch.float64:
-        # On a CPU, torch reads all of a float64, as of a number.
-        narrow = isinstance(rate, Tensor) and rate.device.type != "cpu"
-        return tuple(map(list, call(columns, rate.to(torch.float32) if narrow else rate)))
+        return tuple(map(list, call(columns, rate.to(torch.float32) if isinstance(rate, Tensor) else rate)))
     whole, *rest = call(columns, 1.0)
     return [p + rate * (w - p) for p, w in zip(params, whole, strict=True)], *map(list, rest)
 

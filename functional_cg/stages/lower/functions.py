@@ -337,7 +337,8 @@ def whole(
     born = {var for instr in plan.head for var in instr.outputs()}
     read = (var for instr in (*after, *plan.fused) for var in instr.inputs() if var in born)
     inside, outside = (plan.commits, []) if in_place else ([], plan.commits)
-    given: Any = {"handed_on": list(dict.fromkeys([*read, *(new for _, new in outside)])), "writes": inside}
+    computed = [*read, *(new for _, new in outside if new in born)]
+    given: Any = {"handed_on": list(dict.fromkeys(computed)), "writes": inside}
     entrance, metrics = Entrance.of(program, plan, **given), 0 if in_place else len(plan.outputs)
     options = {**given, **options, "entrance": entrance, "metrics": metrics, "in_order": collects(program)}
     head = Head(program, plan, compiler, device, program.function, **options)
@@ -351,7 +352,8 @@ def whole(
     call = Instr(head, tuple(head.takes), {}, [*outputs, *names.values()], (), None)
     calls = [call, *(instr.reading(new) for instr in after)]
     fused = [instr.reading(new) for instr in plan.fused]
-    return head, Schedule(calls, fused, [(old, names[value]) for old, value in outside], outputs=outputs)
+    commits = [(old, new(value)) for old, value in outside]
+    return head, Schedule(calls, fused, commits, plan.staged.intersection(dict(commits)), outputs)
 
 
 def collects(program: Program) -> bool:
