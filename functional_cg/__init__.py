@@ -45,7 +45,7 @@ Modules:
   precision         dtype policies, loss scaling, stochastic rounding
   sharding          ZeRO and pipelines over the ranks of a mesh
 
-Imported on first use: ``fcg.testing`` (assertions), ``fcg.report`` (plots), ``fcg.trainers`` (loops of libraries).
+Imported on first use: ``fcg.testing`` (assertions), ``fcg.report`` (plots).
 
 Errors, one class per mistake; ``help(functional_cg.errors)`` lists them:
 
@@ -127,7 +127,6 @@ __version__ = "0.2.0"
 if _typing.TYPE_CHECKING:
     from . import report as report
     from . import testing as testing
-    from . import trainers as trainers
 else:  # a type checker would let any name pass
     __getattr__, __dir__ = _missing(__name__), _listed(__name__)
     _answer_calls()

@@ -23,7 +23,6 @@ _ON_DEMAND = (
     "functional_cg.testing",
     "functional_cg.testing.stateful",
     "functional_cg.testing.strategies",
-    "functional_cg.trainers",
 )
 
 
@@ -94,8 +93,7 @@ _HERE = _table("""
     ensemble stack_module_state | `fcg.sweep(train_step)`, a step of many models at once
     print | `fcg.debug_print("loss {}", loss)`
     step update zero_grad | `fcg.graph_step(train_step)`, and in the step `state = state.apply_gradients(grads)`, which adds to no `.grad`
-    Trainer SFTTrainer TrainingArguments Accelerator module_step | `from functional_cg.trainers import module_step`, for a loop with a torch optimizer; `help(functional_cg.trainers)`
-    LightningModule fit training_step configure_optimizers | a loop of your own, `for batch in loader: state, metrics = train_step(state, batch)`, of `train_step = fcg.graph_step(fn)`
+    Trainer SFTTrainer TrainingArguments Accelerator LightningModule fit training_step configure_optimizers | a loop of your own, `for batch in loader: state, metrics = train_step(state, batch)`, of `train_step = fcg.graph_step(fn)`
     Callback callback EarlyStopping Logger log wandb tensorboard metrics Metric | return the number in `metrics` and read it in the loop, `metrics["loss"].item()`; from the middle of a model, `fcg.tap("name", x)`
     pure_callback io_callback host_callback callbacks | `fcg.tap("name", x)`, read outside of the step; to print, `fcg.debug_print("x {}", x)`
     eval train | `apply(params, buffers, x, train=False)`, of `apply, params, buffers = fcg.from_module(model)`

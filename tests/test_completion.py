@@ -30,7 +30,6 @@ PARTS = {
         "report",
         "sharding",
         "testing",
-        "trainers",
         "tree",
     },
     testing: {"stateful", "strategies"},

@@ -64,7 +64,6 @@ LAYERS = {
         "recorder",
         "sharding",
         "__init__",
-        "trainers",
         "testing",
         "report",
         "examples",

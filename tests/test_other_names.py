@@ -33,7 +33,7 @@ TYPED = {
     "clip_grad_norm_": "fcg.optim.clip_by_global_norm(", "optim.SGD": "fcg.optim.sgd(", "adamw": "fcg.optim.adamw",
     "jit": "fcg.graph_step(", "GradScaler": "fcg.LossScale", "dropout": "fcg.random.dropout",
     "grad_and_value": "value_and_grad",
-    "Trainer": "functional_cg.trainers", "LightningModule": "fcg.graph_step(fn)",
+    "Trainer": "fcg.graph_step(fn)", "LightningModule": "fcg.graph_step(fn)",
     "EarlyStopping": "metrics", "ModelCheckpoint": "fcg.checkpoints(",
     "load_from_checkpoint": "fcg.load(", "zero_grad": "state.apply_gradients(", "optim.step": "state.apply_gradients(",
     "optim.update": "state.apply_gradients(", "eval": "train=False", "train": "train=False", "cuda": "fcg.place(",
