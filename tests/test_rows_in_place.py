@@ -173,7 +173,8 @@ def test_an_input_that_is_written_becomes_a_leaf() -> None:
         {"table": torch.zeros(ROWS, WIDTH), "other": torch.zeros(FEW, WIDTH)},
     )
     batch = {"rows": torch.zeros(FEW, WIDTH), "at": torch.arange(ROWS)}
-    state, _ = captured(fcg.place(like), batch)
+    with pytest.warns(UserWarning, match="its own copy"):
+        state, _ = captured(fcg.place(like), batch)
     assert fcg.state_dict(state)["other"][:, 0].tolist() == [1.0, 3.0, 3.0, 0.0]
 
 
