@@ -20,6 +20,7 @@ README = ROOT / "README.md"
 PAGES = sorted(
     [
         README,
+        ROOT / "functional_cg" / "FAQ.md",
         *(
             page
             for of in ("functional_cg/**", "tests/**", "notebooks")
@@ -102,6 +103,19 @@ def test_the_bad_step_is_found_as_the_page_shows(capsys: pytest.CaptureFixture[s
     ]  # the others name the file and the function, which is of this test
     assert set(told) <= set(shown)
     assert names["found"].number == 37
+
+
+def test_the_answers_run(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    for program in programs(ROOT / "functional_cg" / "FAQ.md"):
+        exec(compile(program, "FAQ.md", "exec"), names)
+    shown = capsys.readouterr().out
+    assert "peak" in shown
+    assert "torch.Size([16, 1])" in shown
+    assert names["state"].step == 5
+    assert torch.equal(names["model"][0].weight, names["state"].params["0.weight"])
+    assert int(names["model"][1].num_batches_tracked) == 8  # four calls, and four slices
 
 
 @pytest.mark.parametrize("index", range(len(programs(OPTIMIZERS))))
