@@ -13,6 +13,8 @@ from torch.utils import _pytree as torch_pytree
 
 from ..errors import LayoutError
 from ..manual import Documented
+from ..shards.peers import among, together
+from ..shards.tensor import divided, members_of, rows_of
 from .nodes import registered_node
 from .treedef import LEAF, KeyPath, Names, Treedef, path_string, structure_diff
 
@@ -312,9 +314,14 @@ def take(tree: Any, index: int | Sequence[int] | Sequence[bool] | torch.Tensor) 
         if (is_mask and len(numbers) != count) or not all(-count <= one < count for one in asked):
             what = f"bool[{len(numbers)}]" if is_mask else str(index)
             raise IndexError(f"tree.take: there are {count} members, got {what}.")
-        return leaf[chosen.to(leaf.device)].clone()
+        out = rows_of(leaf)[chosen.to(leaf.device)].clone()
+        return divided(out, members_of(leaf)) if chosen.dim() else out
 
-    return map(taken, tree)
+    meshes = [home.mesh for leaf in leaves(tree) if (home := members_of(leaf)) is not None and home.at_rest]
+    if meshes:
+        together(meshes[0], "tree.take", f"take members of {len(meshes)} leaves\nmembers {chosen.tolist()}")
+    with among(meshes[0] if meshes else None, "tree.take"):
+        return map(taken, tree)
 
 
 def _is_fractional(numbers: torch.Tensor) -> bool:
@@ -374,7 +381,13 @@ def at(where: Callable[[T], Any], tree: T, value: Any) -> T:
     updates = {marker.position: leaf for marker, leaf in zip(selected, new, strict=True)}
     if isinstance(tree, TreeView):
         return tree.__tree_set__(updates)  # type: ignore[no-any-return]
-    return unflatten(treedef, [updates.get(i, leaf) for i, leaf in enumerate(old)])  # type: ignore[no-any-return]
+    return unflatten(treedef, [_updated(leaf, updates.get(i, leaf)) for i, leaf in enumerate(old)])  # type: ignore[no-any-return]
+
+
+def _updated(old: Any, new: Any) -> Any:
+    """Return a new leaf; of one that holds all members of a sweep, each rank keeps its own if the old one did."""
+    home = members_of(old) if isinstance(new, torch.Tensor) and new.shape == old.shape else None
+    return divided(new, home)
 
 
 def no_tensors(tree: Any, root: str) -> list[str]:

@@ -16,7 +16,7 @@ from ..shards.collectives import all_gather
 from ..shards.mesh import Mesh
 from ..shards.placement import Reading
 from ..shards.reader import Reader, whole
-from ..shards.tensor import Sharded, placed, shard_of
+from ..shards.tensor import Sharded, placed, rows_of, shard_of
 from ..tree import KeyPath, Treedef, path_string
 from .arena import BufferSpec, unplaceable
 from .leaf import as_tensor
@@ -123,7 +123,7 @@ def entered(specs: Sequence[BufferSpec], slots: Sequence[Tensor]) -> list[Tensor
     """Return slots as the user's function sees them; a rank's own piece is an ordinary tensor."""
     return [
         slot
-        if spec.placement is None or spec.placement.stacked
+        if spec.placement is None or spec.placement.rows == "ranks"
         else Sharded(slot, replace(spec.placement, at_rest=False))
         for spec, slot in zip(specs, slots, strict=True)
     ]
@@ -152,7 +152,7 @@ def left(specs: Sequence[BufferSpec], treedef: Treedef, result: Any) -> Any:
         placement = spec.placement
         if placement is None or not isinstance(leaf, Tensor):
             continue
-        if placement.stacked and not isinstance(leaf, Sharded) and tuple(leaf.shape) == spec.shape:
+        if placement.rows == "ranks" and not isinstance(leaf, Sharded) and tuple(leaf.shape) == spec.shape:
             out[i] = Sharded(whole(leaf), placement)
         elif tuple(leaf.shape) == placement.shape:
             out[i] = Sharded(localized(spec, leaf), placement)
@@ -160,7 +160,7 @@ def left(specs: Sequence[BufferSpec], treedef: Treedef, result: Any) -> Any:
 
 
 def shown(tree: Any) -> Any:
-    """Return metrics, or the result of a read-only function, with all leaves whole.
+    """Return metrics, or the result of a read-only function, with all leaves whole: those of members are gathered.
 
     Raises:
       LayoutError: If a leaf is sharded.
@@ -168,6 +168,7 @@ def shown(tree: Any) -> Any:
     flat, treedef = pytree.flatten(tree)
     if not any(isinstance(leaf, (Sharded, Reader)) for leaf in flat):
         return tree
+    flat = list(map(rows_of, flat))
     rows = [
         f"{path_string(path, 'metrics')}  {BufferSpec.of(leaf)}"
         for path, leaf in zip(treedef.paths(), flat, strict=True)

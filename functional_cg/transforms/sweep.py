@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from .. import tree as pytree
 from ..ambient.running import running
+from ..ambient.setting import current_mesh, on_mesh
 from ..errors import LayoutError
 from ..messages.tracebacks import entry
-from ..shards.tensor import placed
+from ..shards.placement import Placement
+from ..shards.tensor import Sharded, members_of, placed
 from ..state.arena import BufferSpec
 from ..tree import path_string
 
@@ -94,23 +97,29 @@ def sweep(fn: Callable[..., Any], *, each: str | Collection[str] = ()) -> Callab
         names = [path_string(path[1:], of) for path, of in zip(treedef.paths(), owners, strict=True)]
         count = _members(name, [of == own[0] for of in owners], names, leaves)
         _check_active(name, active, count)
+        home = next(filter(None, map(members_of, leaves)), None)
+        held = [_held(leaf, home, count) for leaf in leaves]
         returned = _Returned()
 
         def of_one(tensors: Sequence[Tensor]) -> list[Tensor]:
             bound.arguments.update(pytree.unflatten(treedef, list(tensors)))
-            return returned.keep(fn(*bound.args, **bound.kwargs))
+            with on_mesh(current_mesh() if home is None else replace(home.mesh, axes=home.mesh.axes[:-1])):
+                return returned.keep(fn(*bound.args, **bound.kwargs))
 
-        out = returned.rebuilt(running().for_members(of_one, leaves, names, count))
-        if active is None:
-            return out
+        out = returned.rebuilt(running().for_members(of_one, held, names, len(held[0])))
+        if active is not None:
+            out = kept(out, pytree.unflatten(treedef, held)[own[0]], _held(active, home, count))
+        return out if home is None else pytree.map(partial(_placed, home, count), out)
+
+    def kept(out: Any, old: Any, active: Tensor) -> Any:
         new, *rest = out if isinstance(out, tuple) else (out,)
-        if pytree.flatten(new)[1] != pytree.flatten(trees[own[0]])[1]:
+        if pytree.flatten(new)[1] != pytree.flatten(old)[1]:
             raise LayoutError.of(
                 name,
                 "gets `active`, and returns no new state, of which members could keep the old one.",
                 fix="leave `active` out; of results, select those that count.",
             )
-        new = pytree.map(partial(_where, active), new, trees[own[0]])
+        new = pytree.map(partial(_where, active), new, old)
         return (new, *rest) if isinstance(out, tuple) else new
 
     parameters = list(signature.parameters.values())
@@ -134,6 +143,19 @@ class _Returned:
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         return pytree.unflatten(self._treedef, leaves)
+
+
+def _held(leaf: Tensor, home: Placement | None, count: int) -> Tensor:
+    """Return the rows of the members that this rank holds; without a mesh, those of all."""
+    if isinstance(leaf, Sharded):
+        return leaf.local
+    return leaf if home is None or len(leaf) < count else replace(home, shape=tuple(leaf.shape)).own(leaf)
+
+
+def _placed(home: Placement, count: int, leaf: Any) -> Any:
+    return (
+        Sharded(leaf, replace(home, shape=(count, *leaf.shape[1:]))) if isinstance(leaf, Tensor) else leaf
+    )
 
 
 def _where(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
@@ -169,11 +191,13 @@ def _members(function: str, is_state: Sequence[bool], names: Sequence[str], leav
     of_state = [size for size, one in zip(sizes, is_state, strict=True) if one] or sizes
     count = max(of_state, key=of_state.count, default=0)
     shown = count if count and 2 * of_state.count(count) > len(of_state) else "n"
+    home = next(filter(None, map(members_of, leaves)), None)
+    own = count if home is None else count // home.pieces  # an input may have those of this rank alone
     wrong = {
         name: f"{name}  expected a tensor [{shown}, ...]   got "
         + (str(BufferSpec.of(leaf)) if isinstance(leaf, Tensor) else type(leaf).__name__)
-        for name, leaf, size in zip(names, leaves, sizes, strict=True)
-        if size != count or not count
+        for name, leaf, size, of in zip(names, leaves, sizes, is_state, strict=True)
+        if size not in (count, count if of else own) or not count
     }
     if wrong or not count:
         only_inputs = wrong and {*of_state} == {count}
@@ -187,13 +211,17 @@ def _members(function: str, is_state: Sequence[bool], names: Sequence[str], leav
             if only_inputs
             else "`state = fcg.tree.stack([create(seed) for seed in range(16)])`.",
         )
-    on_mesh = [name for name, leaf in zip(names, leaves, strict=True) if placed(leaf) is not None]
-    if on_mesh:
+    cut = [
+        name
+        for name, leaf in zip(names, leaves, strict=True)
+        if placed(leaf) is not None and members_of(leaf) is None
+    ]
+    if cut:
         raise LayoutError.of(
             function,
-            "is swept over members of a state on a mesh.",
-            rows=on_mesh,
-            why="A leaf is cut over ranks or over members.",
-            fix="a state of its own members on each rank, without a mesh.",
+            "is swept over members of a state that is sharded otherwise.",
+            rows=cut,
+            why="A rank holds whole members: a leaf is cut over ranks or over members.",
+            fix="`state = fcg.sharding.members(mesh, create, 16)`, of `create(number)` without a mesh.",
         )
     return count
