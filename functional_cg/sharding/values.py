@@ -158,7 +158,7 @@ def members(mesh: Mesh, create: Callable[[int], T], count: int) -> T:
     Raises:
       LayoutError: If members differ in structure, or in the shapes or dtypes of leaves.
       TypeError: If ``mesh`` is none.
-      ValueError: If ``count`` is not positive, or not divisible.
+      ValueError: If ``count`` is no positive integer, or not divisible.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -171,10 +171,10 @@ def members(mesh: Mesh, create: Callable[[int], T], count: int) -> T:
     """
     check_mesh(mesh, "members")
     each, left = divmod(count, mesh.shards.size)
-    if count < 1 or left:
+    if not isinstance(count, int) or count < 1 or left:
         raise ValueError(
-            f"sharding.members: count must be positive, and divisible by {mesh.shards.size}, the ranks of "
-            f"{mesh.shards.name!r}, got {count}.\nTo fix: `count={max(each + 1, 1) * mesh.shards.size}`."
+            f"sharding.members: count must be a positive integer, divisible by {mesh.shards.size}, the ranks of "
+            f"{mesh.shards.name!r}, got {count}.\nTo fix: `count={(max(int(each), 0) + 1) * mesh.shards.size}`."
         )
     first = mesh.shards.rank * each
     own = pytree.stack([create(number) for number in range(first, first + each)])

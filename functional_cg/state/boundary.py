@@ -16,7 +16,7 @@ from ..shards.collectives import all_gather
 from ..shards.mesh import Mesh
 from ..shards.placement import Reading
 from ..shards.reader import Reader, whole
-from ..shards.tensor import Sharded, placed, rows_of, shard_of
+from ..shards.tensor import Sharded, placed, shard_of
 from ..tree import KeyPath, Treedef, path_string
 from .arena import BufferSpec, unplaceable
 from .leaf import as_tensor
@@ -160,7 +160,7 @@ def left(specs: Sequence[BufferSpec], treedef: Treedef, result: Any) -> Any:
 
 
 def shown(tree: Any) -> Any:
-    """Return metrics, or the result of a read-only function, with all leaves whole: those of members are gathered.
+    """Return metrics, or the result of a read-only function, with all leaves whole.
 
     Raises:
       LayoutError: If a leaf is sharded.
@@ -168,7 +168,6 @@ def shown(tree: Any) -> Any:
     flat, treedef = pytree.flatten(tree)
     if not any(isinstance(leaf, (Sharded, Reader)) for leaf in flat):
         return tree
-    flat = list(map(rows_of, flat))
     rows = [
         f"{path_string(path, 'metrics')}  {BufferSpec.of(leaf)}"
         for path, leaf in zip(treedef.paths(), flat, strict=True)

@@ -17,7 +17,7 @@ from ..ambient.setting import current_mesh, on_mesh
 from ..errors import LayoutError
 from ..messages.tracebacks import entry
 from ..shards.placement import Placement
-from ..shards.tensor import Sharded, members_of, placed
+from ..shards.tensor import Sharded, members_of, placed, refuse_at_rest, rows_of
 from ..state.arena import BufferSpec
 from ..tree import path_string
 
@@ -107,20 +107,23 @@ def sweep(fn: Callable[..., Any], *, each: str | Collection[str] = ()) -> Callab
                 return returned.keep(fn(*bound.args, **bound.kwargs))
 
         out = returned.rebuilt(running().for_members(of_one, held, names, len(held[0])))
+        if active is None and home is None:
+            return out
+        new, *rest = out if type(out) is tuple else (out,)
+        old = pytree.unflatten(treedef, held)[own[0]]
+        is_state = _layouts(new) == _layouts(old)
         if active is not None:
-            out = kept(out, pytree.unflatten(treedef, held)[own[0]], _held(active, home, count))
-        return out if home is None else pytree.map(partial(_placed, home, count), out)
-
-    def kept(out: Any, old: Any, active: Tensor) -> Any:
-        new, *rest = out if isinstance(out, tuple) else (out,)
-        if pytree.flatten(new)[1] != pytree.flatten(old)[1]:
-            raise LayoutError.of(
-                name,
-                "gets `active`, and returns no new state, of which members could keep the old one.",
-                fix="leave `active` out; of results, select those that count.",
-            )
-        new = pytree.map(partial(_where, active), new, old)
-        return (new, *rest) if isinstance(out, tuple) else new
+            if not is_state:
+                raise LayoutError.of(
+                    name,
+                    "gets `active`, and returns no new state, of which members could keep the old one.",
+                    fix="leave `active` out; of results, select those that count.",
+                )
+            new = pytree.map(partial(_where, _held(active, home, count)), new, old)
+        if home is not None:
+            new = pytree.map(partial(_placed, home, count, gather=not is_state), new)
+            rest = pytree.map(partial(_placed, home, count, gather=True), rest)
+        return (new, *rest) if type(out) is tuple else new
 
     parameters = list(signature.parameters.values())
     place = next((n for n, one in enumerate(parameters) if one.kind is one.VAR_KEYWORD), len(parameters))
@@ -152,10 +155,20 @@ def _held(leaf: Tensor, home: Placement | None, count: int) -> Tensor:
     return leaf if home is None or len(leaf) < count else replace(home, shape=tuple(leaf.shape)).own(leaf)
 
 
-def _placed(home: Placement, count: int, leaf: Any) -> Any:
-    return (
-        Sharded(leaf, replace(home, shape=(count, *leaf.shape[1:]))) if isinstance(leaf, Tensor) else leaf
-    )
+def _placed(home: Placement, count: int, leaf: Any, *, gather: bool) -> Any:
+    """Return what this rank has computed for its members as a leaf of all members, or all of it on all ranks."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    placed = Sharded(leaf, replace(home, shape=(count, *leaf.shape[1:])))
+    if not gather:
+        return placed
+    refuse_at_rest([placed], "all of its members")
+    return rows_of(placed)
+
+
+def _layouts(tree: Any) -> tuple[Any, list[Any]]:
+    leaves, treedef = pytree.flatten(tree)
+    return treedef, [leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves]
 
 
 def _where(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
@@ -213,15 +226,16 @@ def _members(function: str, is_state: Sequence[bool], names: Sequence[str], leav
         )
     cut = [
         name
-        for name, leaf in zip(names, leaves, strict=True)
-        if placed(leaf) is not None and members_of(leaf) is None
+        for name, leaf, of in zip(names, leaves, is_state, strict=True)
+        if members_of(leaf) is None and (placed(leaf) is not None or (of and home is not None))
     ]
     if cut:
         raise LayoutError.of(
             function,
-            "is swept over members of a state that is sharded otherwise.",
+            "is swept over members on a mesh, and a leaf is not divided by members.",
             rows=cut,
-            why="A rank holds whole members: a leaf is cut over ranks or over members.",
-            fix="`state = fcg.sharding.members(mesh, create, 16)`, of `create(number)` without a mesh.",
+            why="Each rank holds all leaves of its own members, and computes them alone.",
+            fix="`state = fcg.sharding.members(mesh, create, 16)`, of `create(number)` without a mesh; a new value for a "
+            "leaf by `fcg.tree.at(lambda s: s.key, state, keys)`.",
         )
     return count

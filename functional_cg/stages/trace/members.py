@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...ambient.running import OwnWork
 from ...errors import CaptureError
+from ...shards.collectives import ALL_REDUCE, WAIT, is_collective
 from ...state.arena import BufferSpec
 from ...tensors.aten import only_batching_rules
 from ...tensors.op_table import row_of
@@ -38,6 +39,7 @@ _aten = torch.ops.aten
 _VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
 # torch's rules for them are wrong: one fills a tensor that all members share, the other counts places from the first.
 _ONE_BY_ONE = frozenset({_aten.index_fill.int_Tensor, _aten.as_strided_scatter.default})
+_AT_ONCE = frozenset({ALL_REDUCE, WAIT})  # the same for all members as for one
 _SELECTS = frozenset({"condition", "mask"})  # arguments that choose, and are not computed with
 
 
@@ -227,6 +229,8 @@ class _Members:
                 if var.storage in self._own and value is not None:  # a member writes into it
                     value = value.expand(self._count, *value.shape).clone()
                 self._values[var] = value
+        elif call.op in _AT_ONCE:
+            self._values.update(assigned(call.out, _run(call, self._value)))
         elif call.op is AS_STRIDED:
             source, size, stride, *offset = call.args
             value = self._value(source)
@@ -352,7 +356,8 @@ class _Members:
 
             pairs = [*assigned(call.out, _run(call, value))]
             made = [var for var, one in pairs if one is not None]
-            columns.append([one for _, one in pairs if one is not None])
+            results = [one for _, one in pairs if one is not None]
+            columns.append(list(map(WAIT, results)) if is_collective(call.op) else results)
         written = {var for var in made if var in call.writes}
         stacked = zip(made, zip(*columns, strict=True), strict=True)
         return {var: self._values[var] if var in written else torch.stack(column) for var, column in stacked}
