@@ -178,7 +178,7 @@ def current_mesh() -> Mesh | None:
 
 
 @contextlib.contextmanager
-def on_mesh(mesh: Mesh) -> Iterator[None]:
+def on_mesh(mesh: Mesh | None) -> Iterator[None]:
     """Run a block of the step running on this thread, if any, with another mesh as the one of its states."""
     step = _step() or _InStep(None, ())
     before, step.mesh = step.mesh, mesh

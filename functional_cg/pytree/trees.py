@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -294,12 +295,16 @@ def take(tree: Any, index: int | Sequence[int] | Sequence[bool] | torch.Tensor) 
       >>> tree.take(state, state["w"] > 1.5)
       {'w': tensor([2., 3.])}
     """
-    numbers = torch.as_tensor(index)
+    try:
+        numbers = torch.as_tensor(index)
+        got = f"{numbers.dtype} {list(numbers.shape)}"
+    except (RuntimeError, TypeError, ValueError):
+        numbers, got = torch.tensor(math.nan), repr(index)
     is_mask = numbers.dtype is torch.bool
     if is_mask != (is_mask and numbers.dim() == 1) or (_is_fractional(numbers) and numbers.numel()):
         raise TypeError(
-            f"tree.take: expected the number of a member, several numbers, or bool[n], got {numbers.dtype} "
-            f"{list(numbers.shape)}.\nTo fix: `tree.take(state, 3)`, `tree.take(state, [3, 0])`, or "
+            f"tree.take: expected the number of a member, several numbers, or bool[n], got {got}.\nTo fix: "
+            "`tree.take(state, 3)`, `tree.take(state, [3, 0])`, `tree.take(state, range(4))`, or "
             "`tree.take(state, losses.isfinite())`."
         )
     chosen = numbers.nonzero()[:, 0] if is_mask else numbers.long()
@@ -307,13 +312,18 @@ def take(tree: Any, index: int | Sequence[int] | Sequence[bool] | torch.Tensor) 
         [] if isinstance(index, torch.Tensor) else chosen.view(-1).tolist()
     )  # of a tensor, torch checks the values
 
-    def taken(leaf: torch.Tensor) -> torch.Tensor:
-        if not leaf.dim():
-            raise IndexError("tree.take: a leaf has no dimensions, so this is no tree of several members.")
-        count = len(leaf)
+    counts = {len(leaf) if isinstance(leaf, torch.Tensor) and leaf.dim() else -1 for leaf in leaves(tree)}
+    if -1 in counts:
+        raise IndexError("tree.take: a leaf has no dimensions, so this is no tree of several members.")
+    if len(counts) > 1:
+        found = " and ".join(f"{count}" for count in sorted(counts))
+        raise IndexError(f"tree.take: leaves have {found} rows, so this is no tree of several members.")
+    for count in counts:
         if (is_mask and len(numbers) != count) or not all(-count <= one < count for one in asked):
             what = f"bool[{len(numbers)}]" if is_mask else str(index)
             raise IndexError(f"tree.take: there are {count} members, got {what}.")
+
+    def taken(leaf: torch.Tensor) -> torch.Tensor:
         out = rows_of(leaf)[chosen.to(leaf.device)].clone()
         return divided(out, members_of(leaf)) if chosen.dim() else out
 

@@ -179,7 +179,9 @@ class Placement:
 
     def describe(self) -> str:
         """Describe the placement, for specs: ``sharded over data=4``."""
-        how = {"ranks": "stacked", "members": "by members"}.get(self.rows, "sharded" if self.sharded else "replicated")
+        how = {"ranks": "stacked", "members": "by members"}.get(
+            self.rows, "sharded" if self.sharded else "replicated"
+        )
         over = f"{how} over {self.mesh}"
         if self.holders is None:
             return over

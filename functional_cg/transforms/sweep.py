@@ -111,21 +111,24 @@ def sweep(fn: Callable[..., Any], *, each: str | Collection[str] = ()) -> Callab
             return out
         new, *rest = out if type(out) is tuple else (out,)
         old = pytree.unflatten(treedef, held)[own[0]]
-        is_state = _layouts(new) == _layouts(old)
+        unlike = _unlike(old, new, own[0])
         if active is not None:
-            if not is_state:
+            if unlike:
                 raise LayoutError.of(
                     name,
                     "gets `active`, and returns no new state, of which members could keep the old one.",
-                    fix="leave `active` out; of results, select those that count.",
+                    rows=unlike,
+                    fix="return a state of the shapes and dtypes of the old one; or leave `active` out, and of results "
+                    "select those that count.",
                 )
             new = pytree.map(partial(_where, _held(active, home, count)), new, old)
         if home is not None:
-            new = pytree.map(partial(_placed, home, count, gather=not is_state), new)
+            new = pytree.map(partial(_placed, home, count, gather=bool(unlike)), new)
             rest = pytree.map(partial(_placed, home, count, gather=True), rest)
         return (new, *rest) if type(out) is tuple else new
 
     parameters = list(signature.parameters.values())
+    of_all.__name__ = name
     place = next((n for n, one in enumerate(parameters) if one.kind is one.VAR_KEYWORD), len(parameters))
     parameters.insert(place, inspect.Parameter(_ACTIVE, inspect.Parameter.KEYWORD_ONLY, default=None))
     of_all.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -166,9 +169,22 @@ def _placed(home: Placement, count: int, leaf: Any, *, gather: bool) -> Any:
     return rows_of(placed)
 
 
-def _layouts(tree: Any) -> tuple[Any, list[Any]]:
-    leaves, treedef = pytree.flatten(tree)
-    return treedef, [leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves]
+def _unlike(old: Any, new: Any, name: str) -> list[str]:
+    """Return how a result differs from the state in structure, shapes and dtypes, one line each."""
+    leaves, treedef = pytree.flatten(old)
+    others, found = pytree.flatten(new)
+    if found != treedef:
+        return pytree.structure_diff(treedef, found, name)
+    titles = [[_title(leaf) for leaf in some] for some in (leaves, others)]
+    return [
+        f"{path_string(path, name)}  expected {one}   got {other}"
+        for path, one, other in zip(treedef.paths(), *titles, strict=True)
+        if one != other
+    ]
+
+
+def _title(value: Any) -> str:
+    return str(BufferSpec.of(value)) if isinstance(value, Tensor) else type(value).__name__
 
 
 def _where(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
@@ -179,11 +195,10 @@ def _check_active(function: str, active: Any, count: int) -> None:
     if active is None:
         return
     if not isinstance(active, Tensor) or active.dtype is not torch.bool or active.shape != (count,):
-        got = BufferSpec.of(active) if isinstance(active, Tensor) else type(active).__name__
         raise LayoutError.of(
             function,
             "is swept over members, and `active` does not say of each whether it is trained.",
-            rows=[f"active  expected bool[{count}]   got {got}"],
+            rows=[f"active  expected bool[{count}]   got {_title(active)}"],
             fix="`active=losses < 10`, one for each member.",
         )
 
@@ -207,13 +222,12 @@ def _members(function: str, is_state: Sequence[bool], names: Sequence[str], leav
     home = next(filter(None, map(members_of, leaves)), None)
     own = count if home is None else count // home.pieces  # an input may have those of this rank alone
     wrong = {
-        name: f"{name}  expected a tensor [{shown}, ...]   got "
-        + (str(BufferSpec.of(leaf)) if isinstance(leaf, Tensor) else type(leaf).__name__)
+        name: f"{name}  expected a tensor [{shown}, ...]   got {_title(leaf)}"
         for name, leaf, size, of in zip(names, leaves, sizes, is_state, strict=True)
         if size not in (count, count if of else own) or not count
     }
     if wrong or not count:
-        only_inputs = wrong and {*of_state} == {count}
+        only_inputs = count and {*of_state} == {count}
         raise LayoutError.of(
             function,
             "is swept over members, and its arguments have no common member axis.",
@@ -235,7 +249,7 @@ def _members(function: str, is_state: Sequence[bool], names: Sequence[str], leav
             "is swept over members on a mesh, and a leaf is not divided by members.",
             rows=cut,
             why="Each rank holds all leaves of its own members, and computes them alone.",
-            fix="`state = fcg.sharding.members(mesh, create, 16)`, of `create(number)` without a mesh; a new value for a "
-            "leaf by `fcg.tree.at(lambda s: s.key, state, keys)`.",
+            fix="`state = fcg.sharding.members(mesh, create, 16)`, of `create(number)` without a mesh; new values "
+            "by `fcg.tree.at(lambda s: s.key, state, keys)`.",
         )
     return count
