@@ -276,14 +276,18 @@ def _layout(leaf: Any) -> str:
 def take(tree: Any, index: int | Sequence[int] | Sequence[bool] | torch.Tensor) -> Any:
     """Select from the first dimension of each leaf: a member of a stack, or some of its members in a new order.
 
+    Of members over ranks, which :func:`functional_cg.sharding.members` makes, all ranks must call it.
+
     Args:
       tree: A pytree of tensors [n, ...], such as the state of a sweep.
       index: Number of a member, negative from the end; or several numbers, a sequence or i64[k]; or bool[n], true for
         each member to keep.
     Returns:
-      A plain pytree of new tensors: [...] for one number, [k, ...] for several.
+      A plain pytree of new tensors: [...] for one number, [k, ...] for several, which stay divided among ranks.
     Raises:
-      IndexError: If there is no such member, or a leaf has no dimensions.
+      IndexError: If there is no such member, a leaf has no dimensions, or leaves have different first dimensions.
+      LayoutError: If several members cannot be divided equally among ranks.
+      RankError: If a rank does not call it, or asks for other members.
       TypeError: If ``index`` is something else.
 
     Example:

@@ -38,7 +38,7 @@ def sweep(fn: Callable[..., Any], *, each: str | Collection[str] = ()) -> Callab
     Whatever differs between members is in their states: seeds, initial values, and hyperparameters of
     :class:`functional_cg.optim.inject_hyperparams`, which :func:`functional_cg.optim.set_hyperparams` sets for each.
     :func:`functional_cg.tree.stack` makes one state of many, and :func:`functional_cg.tree.take` returns a member, or
-    a selection of them in any order.
+    a selection of them in any order. :func:`functional_cg.sharding.members` divides them among the ranks of a mesh.
 
     The new function takes one more keyword argument, ``active``, bool[n]: members where it is false keep their state.
 
@@ -51,8 +51,8 @@ def sweep(fn: Callable[..., Any], *, each: str | Collection[str] = ()) -> Callab
       are not tensors are those of the first member.
     Raises:
       TypeError: If ``fn`` has no argument of a name in ``each``, or one called ``active``.
-      LayoutError: If arguments with the member axis have no common first dimension, or are on a mesh, or if ``active``
-        is not bool[n].
+      LayoutError: If arguments with the member axis have no common first dimension, or are sharded otherwise than by
+        ``sharding.members``, or if ``active`` is not bool[n], or is given and the new state is unlike the old one.
       CaptureError: If the function runs a pipeline, or a gradient is taken of the sweep: a member takes its own.
 
     Example:
