@@ -180,9 +180,9 @@ def members(mesh: Mesh, create: Callable[[int], T], count: int) -> T:
     own = pytree.stack([create(number) for number in range(first, first + each)])
 
     def placed(leaf: Tensor) -> Tensor:
-        return Sharded(
-            leaf.to(mesh.device), Placement(mesh, (count, *leaf.shape[1:]), sharded=True, rows="members")
-        )
+        shape = (count, *leaf.shape[1:])
+        home = Placement(mesh, shape, sharded=True, at_rest=True, rows="members")
+        return Sharded(leaf.to(mesh.device), home)
 
     return cast("T", pytree.map(placed, own))
 

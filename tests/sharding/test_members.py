@@ -8,6 +8,7 @@ sums in another order differ by some 1e-16 of their size.
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor
 
 import functional_cg as fcg
 from functional_cg import optim, sharding
@@ -260,10 +262,19 @@ def test_what_a_program_does_with_members_is_that_of_one_process() -> None:
 def parallel(_: int) -> Any:
     """Two ranks train the same members, each on its own data."""
     mesh = sharding.mesh({"data": 2, "members": 2}, device="cpu")
-    step = fcg.graph_step(fcg.sweep(step_of_line, each="x"), lowering="aten")
+    warnings.simplefilter("ignore", FutureWarning)  # torch renames its functional collectives
+
+    def with_losses(state: Any, x: Tensor) -> Any:
+        state, metrics = step_of_line(state, x)
+        of_both = all_gather_tensor(metrics["mine"][None], 0, mesh.axes[0].group)
+        return state, {**metrics, "of both": of_both}
+
+    step = fcg.graph_step(fcg.sweep(with_losses, each="x"), lowering="aten")
     state = sharding.members(mesh, line, MEMBERS)
     for call in range(3):
         state, metrics = step(state, rows(call)[:, mesh.axes[0].rank :: 2])
+    torch.testing.assert_close(metrics["of both"].mean(1), metrics["loss"])
+    assert torch.equal(metrics["of both"][:, mesh.axes[0].rank], metrics["mine"])
     return [metrics["loss"], metrics["ranks"], *plain(state)]
 
 
@@ -277,7 +288,7 @@ def rows(call: int) -> Tensor:
 
 def step_of_line(state: Any, x: Tensor) -> Any:
     loss, grads = fcg.value_and_grad(lambda params: (x @ params["w"] - 1).square().mean())(state.params)
-    metrics = {"loss": sharding.mean(loss), "ranks": sharding.sum(torch.ones(()))}
+    metrics = {"loss": sharding.mean(loss), "mine": loss, "ranks": sharding.sum(torch.ones(()))}
     return state.apply_gradients(sharding.mean(grads)), metrics
 
 
@@ -311,7 +322,7 @@ def mistake(kind: str) -> str:
         "no number": lambda: sharding.members(mesh, small, 2.0),  # type: ignore[arg-type]
         "three of two ranks": lambda: fcg.tree.take(state, [0, 1, 2]),
         "others on another rank": lambda: fcg.tree.take(fcg.place(state), mesh.rank),
-        "on one rank": lambda: fcg.tree.take(fcg.place(state), 0) if mesh.rank == 0 else "",
+        "on one rank": lambda: fcg.tree.take(state, 0) if mesh.rank == 0 else "",
         "outside of a step": lambda: fcg.sweep(grown)(fcg.place(state), x),
         "a leaf that is whole": lambda: step({**state, "n": torch.zeros(4).long()}, x),
         "a state that is sharded": lambda: step(dict(zero.params), x),
