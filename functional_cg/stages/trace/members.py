@@ -127,6 +127,7 @@ def for_members(
     ]
     named = ", ".join(f"{name} ({times})" for name, times in members.repeated.most_common())
     but = f", but for calls without a batching rule: {named}" if named else ""
+    program.swept |= count > 1
     recorder.announce(f"{count} members: one call for all{but}")
     return out
 
