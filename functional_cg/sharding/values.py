@@ -143,7 +143,8 @@ def members(mesh: Mesh, create: Callable[[int], T], count: int) -> T:
     one GPU needs no other change. The first rank of the last axis of the mesh holds the first ``count / ranks``
     members, and so on. A swept step computes each member on the rank that holds it, where ``sharding.mean``, ``sum``
     and ``fold_in`` go over the ranks of the other axis, which hold the same members. What it returns beside the state
-    is gathered: ``metrics["loss"]`` has all members on all ranks.
+    is gathered: ``metrics["loss"]`` has all members on all ranks. A batch that members share has to be the same on all
+    ranks: seed what draws it, after ``create`` has seeded what it draws.
 
     All ranks must call :func:`functional_cg.tree.take`, which returns a member whole, and several as a new such state.
     Checkpoints hold all members, for any number of ranks.

@@ -7,6 +7,7 @@ sums in another order differ by some 1e-16 of their size.
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from pathlib import Path
@@ -257,6 +258,30 @@ def test_what_a_program_does_with_members_is_that_of_one_process() -> None:
     assert wanted["copied"][0]["w"][1] == wanted["copied"][0]["w"][0] == [9.0, 12.0, 15.0]
     for found in on_ranks(RANKS, uses, RANKS):
         assert found == wanted
+
+
+def as_on_the_page(path: str) -> list[float]:
+    """The program of the page, with the lines for several ranks in place of the one that stacks."""
+    programs = re.findall(r"```python\n(.*?)```", Path(path).read_text(encoding="utf-8"), re.DOTALL)
+    program = next(one for one in programs if "fcg.tree.stack" in one)
+    lines = next(one for one in programs if "fcg.sharding.members" in one)
+    if not started():
+        lines = "state = fcg.tree.stack([create(seed) for seed in range(16)])\ntorch.manual_seed(0)\n"
+    program, replaced = re.subn(r"state = fcg\.tree\.stack\(.*\n", lines, program)
+    names: dict[str, Any] = {}
+    exec(compile(program, path, "exec"), names)
+    assert replaced == 1
+    return names["losses"].tolist()  # type: ignore[no-any-return]
+
+
+def started() -> bool:
+    return "RANK" in os.environ
+
+
+def test_the_page_is_right() -> None:
+    page = str(Path(fcg.__file__).parent / "transforms" / "README.md")
+    found = on_ranks(RANKS, as_on_the_page, page)
+    assert found[0] == found[1] == pytest.approx(as_on_the_page(page), rel=1e-4)
 
 
 def parallel(_: int) -> Any:
