@@ -155,15 +155,14 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
         batches with ``fcg.tree.map(lambda *leaves: torch.stack(leaves), *batches)``.
       lowering: ``"aten"`` starts in seconds; ``"inductor"`` compiles; ``"auto"`` is inductor on CUDA and aten
         on CPU; or a callable with the signature of a ``torch.compile`` backend. A replay of ``"aten"`` is
-        bitwise equal to the eager run, of a :func:`sweep` up to rounding; a compiled one is equal up to
-        rounding, which the first call checks (``certify``).
+        bitwise equal to the eager run; a compiled one is equal up to rounding, which the first call checks
+        (``certify``).
       backend: ``"auto"`` (where the state lives), ``"eager"`` (runs the Python each time), or a Backend object. The
         environment variable ``FCG_DISABLE_CAPTURE=1`` makes every step eager, for ``print`` and a debugger;
         ``FCG_NVTX=1`` names replays in the timeline of ``nsys``.
       debug: ``"verify"`` compares the first ``verify_calls`` calls with eager runs, bit for bit, to catch
         what the host watch does not see. If a compiler reorders sums, the traced calls are compared with the
-        eager run bit for bit, and the compiled step with these calls up to rounding, as with ``certify``. The eager
-        run of a :func:`sweep` computes one member after another, and is compared up to rounding, too.
+        eager run bit for bit, and the compiled step with these calls up to rounding, as with ``certify``.
         ``"poison"`` overwrites dead memory between replays; ``"verify+poison"`` does both. A verified call
         costs about one eager run (half a dozen runs with a compiler), copies of states and inputs from before
         the call, and a comparison of all returned leaves, each of which waits for the device; later calls

@@ -90,7 +90,7 @@ _HERE = _table("""
     rewind Recorder recorder flight_recorder | `train = fcg.record(train_step)`, then `train(state, batch)` and `state = train.rewind(state, -1)`
     watch watch_modules grad_norm histogram | `fcg.statistics(train_step)`, and `step.statistics` after any call
     alert warn_if | `fcg.alarm("the loss is above 10", loss > 10)`, in the step
-    ensemble stack_module_state | `fcg.sweep(train_step)`, a step of many models at once; on several GPUs, `fcg.sharding.members(mesh, create, 16)`
+    ensemble stack_module_state | `fcg.sweep(train_step)`, a step of many models at once
     print | `fcg.debug_print("loss {}", loss)`
     step update zero_grad | `fcg.graph_step(train_step)`, and in the step `state = state.apply_gradients(grads)`, which adds to no `.grad`
     Trainer SFTTrainer TrainingArguments Accelerator LightningModule fit training_step configure_optimizers | a loop of your own, `for batch in loader: state, metrics = train_step(state, batch)`, of `train_step = fcg.graph_step(fn)`

@@ -35,7 +35,6 @@ __all__ = [
     "in_a_backward",
     "inside_a_step",
     "is_constant",
-    "on_mesh",
     "refuse_anomaly_mode",
     "refuse_foreign_modes",
     "refuse_reentrant_checkpoint",
@@ -175,17 +174,6 @@ def current_mesh() -> Mesh | None:
     """Return the mesh of the step running on this thread; None without a step, or without a mesh."""
     step = _step()
     return None if step is None else step.mesh
-
-
-@contextlib.contextmanager
-def on_mesh(mesh: Mesh | None) -> Iterator[None]:
-    """Run a block of the step running on this thread, if any, with another mesh as the one of its states."""
-    step = _step() or _InStep(None, ())
-    before, step.mesh = step.mesh, mesh
-    try:
-        yield
-    finally:
-        step.mesh = before
 
 
 def is_constant(tensor: torch.Tensor) -> bool:

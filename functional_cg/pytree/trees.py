@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,8 +13,6 @@ from torch.utils import _pytree as torch_pytree
 
 from ..errors import LayoutError
 from ..manual import Documented
-from ..shards.peers import among, together
-from ..shards.tensor import divided, members_of, rows_of
 from .nodes import registered_node
 from .treedef import LEAF, KeyPath, Names, Treedef, path_string, structure_diff
 
@@ -276,18 +273,14 @@ def _layout(leaf: Any) -> str:
 def take(tree: Any, index: int | Sequence[int] | Sequence[bool] | torch.Tensor) -> Any:
     """Select from the first dimension of each leaf: a member of a stack, or some of its members in a new order.
 
-    Of members over ranks, which :func:`functional_cg.sharding.members` makes, all ranks must call it.
-
     Args:
       tree: A pytree of tensors [n, ...], such as the state of a sweep.
       index: Number of a member, negative from the end; or several numbers, a sequence or i64[k]; or bool[n], true for
         each member to keep.
     Returns:
-      A plain pytree of new tensors: [...] for one number, [k, ...] for several, which stay divided among ranks.
+      A plain pytree of new tensors: [...] for one number, [k, ...] for several.
     Raises:
-      IndexError: If there is no such member, a leaf has no dimensions, or leaves have different first dimensions.
-      LayoutError: If several members cannot be divided equally among ranks.
-      RankError: If a rank does not call it, or asks for other members.
+      IndexError: If there is no such member, or a leaf has no dimensions.
       TypeError: If ``index`` is something else.
 
     Example:
@@ -299,16 +292,12 @@ def take(tree: Any, index: int | Sequence[int] | Sequence[bool] | torch.Tensor) 
       >>> tree.take(state, state["w"] > 1.5)
       {'w': tensor([2., 3.])}
     """
-    try:
-        numbers = torch.as_tensor(index)
-        got = f"{numbers.dtype} {list(numbers.shape)}"
-    except (RuntimeError, TypeError, ValueError):
-        numbers, got = torch.tensor(math.nan), repr(index)
+    numbers = torch.as_tensor(index)
     is_mask = numbers.dtype is torch.bool
     if is_mask != (is_mask and numbers.dim() == 1) or (_is_fractional(numbers) and numbers.numel()):
         raise TypeError(
-            f"tree.take: expected the number of a member, several numbers, or bool[n], got {got}.\nTo fix: "
-            "`tree.take(state, 3)`, `tree.take(state, [3, 0])`, `tree.take(state, range(4))`, or "
+            f"tree.take: expected the number of a member, several numbers, or bool[n], got {numbers.dtype} "
+            f"{list(numbers.shape)}.\nTo fix: `tree.take(state, 3)`, `tree.take(state, [3, 0])`, or "
             "`tree.take(state, losses.isfinite())`."
         )
     chosen = numbers.nonzero()[:, 0] if is_mask else numbers.long()
@@ -316,26 +305,16 @@ def take(tree: Any, index: int | Sequence[int] | Sequence[bool] | torch.Tensor) 
         [] if isinstance(index, torch.Tensor) else chosen.view(-1).tolist()
     )  # of a tensor, torch checks the values
 
-    counts = {len(leaf) if isinstance(leaf, torch.Tensor) and leaf.dim() else -1 for leaf in leaves(tree)}
-    if -1 in counts:
-        raise IndexError("tree.take: a leaf has no dimensions, so this is no tree of several members.")
-    if len(counts) > 1:
-        found = " and ".join(f"{count}" for count in sorted(counts))
-        raise IndexError(f"tree.take: leaves have {found} rows, so this is no tree of several members.")
-    for count in counts:
+    def taken(leaf: torch.Tensor) -> torch.Tensor:
+        if not leaf.dim():
+            raise IndexError("tree.take: a leaf has no dimensions, so this is no tree of several members.")
+        count = len(leaf)
         if (is_mask and len(numbers) != count) or not all(-count <= one < count for one in asked):
             what = f"bool[{len(numbers)}]" if is_mask else str(index)
             raise IndexError(f"tree.take: there are {count} members, got {what}.")
+        return leaf[chosen.to(leaf.device)].clone()
 
-    def taken(leaf: torch.Tensor) -> torch.Tensor:
-        out = rows_of(leaf)[chosen.to(leaf.device)].clone()
-        return divided(out, members_of(leaf)) if chosen.dim() else out
-
-    meshes = [home.mesh for leaf in leaves(tree) if (home := members_of(leaf)) is not None and home.at_rest]
-    if meshes:
-        together(meshes[0], "tree.take", f"take members of {len(meshes)} leaves\nmembers {chosen.tolist()}")
-    with among(meshes[0] if meshes else None, "tree.take"):
-        return map(taken, tree)
+    return map(taken, tree)
 
 
 def _is_fractional(numbers: torch.Tensor) -> bool:
@@ -395,13 +374,7 @@ def at(where: Callable[[T], Any], tree: T, value: Any) -> T:
     updates = {marker.position: leaf for marker, leaf in zip(selected, new, strict=True)}
     if isinstance(tree, TreeView):
         return tree.__tree_set__(updates)  # type: ignore[no-any-return]
-    return unflatten(treedef, [_updated(leaf, updates.get(i, leaf)) for i, leaf in enumerate(old)])  # type: ignore[no-any-return]
-
-
-def _updated(old: Any, new: Any) -> Any:
-    """Return a new leaf; of one that holds all members of a sweep, each rank keeps its own if the old one did."""
-    home = members_of(old) if isinstance(new, torch.Tensor) and new.shape == old.shape else None
-    return divided(new, home)
+    return unflatten(treedef, [updates.get(i, leaf) for i, leaf in enumerate(old)])  # type: ignore[no-any-return]
 
 
 def no_tensors(tree: Any, root: str) -> list[str]:

@@ -7,7 +7,6 @@ Before the first step:
 
   mesh        lay out all ranks of a run
   zero        shard a state over a mesh: ``TrainState.create(..., sharding=zero(mesh, stage=3))``
-  members     the members of a sweep, of which each rank holds its own
   from_local  leaves of a rank's own pieces, for parallelism written by hand
   pipeline    lay out a loss in stages over an axis of a mesh, and micro-batches over a schedule
 
@@ -43,7 +42,6 @@ from .values import from_local as from_local
 from .values import gather as gather
 from .values import local as local
 from .values import mean as mean
-from .values import members as members
 from .values import state_dict as state_dict
 from .values import sum as sum
 from .zero import zero as zero

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast
 
@@ -30,7 +30,7 @@ from ..tensors.aten import adds_up
 from ..tree import path_string
 from .launch import check_mesh
 
-__all__ = ["fold_in", "from_local", "gather", "local", "mean", "members", "state_dict", "sum"]
+__all__ = ["fold_in", "from_local", "gather", "local", "mean", "state_dict", "sum"]
 
 T = TypeVar("T")
 
@@ -130,62 +130,10 @@ def from_local(mesh: Mesh, tree: T) -> T:
         )
     pieces = [owned(leaf).detach().to(mesh.device) for leaf in flat]
     stacked = [
-        Sharded(piece, Placement(mesh, (mesh.shards.size, *piece.shape), sharded=True, rows="ranks"))
+        Sharded(piece, Placement(mesh, (mesh.shards.size, *piece.shape), sharded=True, stacked=True))
         for piece in pieces
     ]
     return cast("T", pytree.unflatten(treedef, stacked))
-
-
-def members(mesh: Mesh, create: Callable[[int], T], count: int) -> T:
-    """Create the members of a :func:`functional_cg.sweep`, of which each rank creates and holds its own.
-
-    They are one state, ``[count, ...]``, as :func:`functional_cg.tree.stack` makes it of all members; so a program on
-    one GPU needs no other change. The first rank of the last axis of the mesh holds the first ``count / ranks``
-    members, and so on. A swept step computes each member on the rank that holds it, where ``sharding.mean``, ``sum``
-    and ``fold_in`` go over the ranks of the other axis, which hold the same members. What it returns beside the state
-    is gathered: ``metrics["loss"]`` has all members on all ranks. A batch that members share has to be the same on all
-    ranks: seed what draws it, after ``create`` has seeded what it draws.
-
-    All ranks must call :func:`functional_cg.tree.take`, which returns a member whole, and several as a new such state.
-    Checkpoints hold all members, for any number of ranks.
-
-    Args:
-      mesh: A mesh from :func:`mesh`.
-      create: ``create(number)`` returns a member as a pytree of tensors, such as a ``TrainState``, by its number from 0
-        to ``count - 1``.
-      count: Number of members, divisible by the ranks of the last axis of the mesh.
-    Returns:
-      The leaves, for ``fcg.place``, or for a step.
-    Raises:
-      LayoutError: If members differ in structure, or in the shapes or dtypes of leaves.
-      TypeError: If ``mesh`` is none.
-      ValueError: If ``count`` is no positive integer, or not divisible.
-
-    Example:
-      >>> import torch, functional_cg as fcg
-      >>> mesh = fcg.sharding.mesh({"data": -1})
-      >>> state = fcg.sharding.members(mesh, lambda number: {"w": torch.full((2,), float(number))}, 4)
-      >>> step = fcg.graph_step(fcg.sweep(lambda state: ({"w": state["w"] * 2}, state["w"].sum())))
-      >>> state, sums = step(state)
-      >>> sums.tolist(), fcg.tree.take(state, 3)
-      ([0.0, 2.0, 4.0, 6.0], {'w': tensor([6., 6.])})
-    """
-    check_mesh(mesh, "members")
-    each, left = divmod(count, mesh.shards.size)
-    if not isinstance(count, int) or count < 1 or left:
-        raise ValueError(
-            f"sharding.members: count must be a positive integer, divisible by {mesh.shards.size}, the ranks of "
-            f"{mesh.shards.name!r}, got {count}.\nTo fix: `count={(max(int(each), 0) + 1) * mesh.shards.size}`."
-        )
-    first = mesh.shards.rank * each
-    own = pytree.stack([create(number) for number in range(first, first + each)])
-
-    def placed(leaf: Tensor) -> Tensor:
-        shape = (count, *leaf.shape[1:])
-        home = Placement(mesh, shape, sharded=True, at_rest=True, rows="members")
-        return Sharded(leaf.to(mesh.device), home)
-
-    return cast("T", pytree.map(placed, own))
 
 
 def gather(tree: T, *, masters: bool = False) -> T:

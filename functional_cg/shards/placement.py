@@ -88,8 +88,7 @@ class Placement:
       at_rest: Whether the leaf is outside a step, where an op must not start a collective, since one rank may run it
         alone.
       holders: The ranks of a pipeline that hold it; None if all do.
-      rows: What the first dimension counts if a rank holds rows of it: the ranks, each with a piece of its own, which a
-        step gets as a tensor; or the members of a sweep, of which each rank holds equally many.
+      stacked: Whether the leaf is the stack of the ranks' own pieces, along its first dimension: a step gets the piece.
     """
 
     mesh: Mesh
@@ -98,7 +97,7 @@ class Placement:
     reading: Reading = field(default=Reading(), compare=False)
     at_rest: bool = field(default=False, compare=False)
     holders: Holders | None = None
-    rows: Literal["", "ranks", "members"] = ""
+    stacked: bool = False
 
     @property
     def numel(self) -> int:
@@ -141,9 +140,8 @@ class Placement:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the tensor that a rank holds."""
-        if self.rows:
-            held = () if self.rows == "ranks" else (self.shape[0] // self.pieces,)
-            return (*held, *self.shape[1:])
+        if self.stacked:
+            return self.shape[1:]
         return (self.length,) if self.partial else self.shape
 
     @property
@@ -162,9 +160,9 @@ class Placement:
         return (vector[: self.numel] if self.padded else vector).view(self.shape)
 
     def own(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a leaf [*shape]: a vector [length], or its rows."""
+        """Return this rank's part of a leaf [*shape]: a vector [length], or a piece [*shape[1:]]."""
         part = self.pad(whole).narrow(0, self.start, self.length)
-        return part.view(self.local_shape) if self.rows else part
+        return part.view(self.local_shape) if self.stacked else part
 
     def masked(self, local: Tensor, fill: float = 0.0) -> Tensor:
         """Return a shard with its padding replaced by ``fill``, for reductions."""
@@ -179,9 +177,7 @@ class Placement:
 
     def describe(self) -> str:
         """Describe the placement, for specs: ``sharded over data=4``."""
-        how = {"ranks": "stacked", "members": "by members"}.get(
-            self.rows, "sharded" if self.sharded else "replicated"
-        )
+        how = "stacked" if self.stacked else "sharded" if self.sharded else "replicated"
         over = f"{how} over {self.mesh}"
         if self.holders is None:
             return over

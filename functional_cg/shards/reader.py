@@ -173,7 +173,6 @@ class Source:
             out = all_reduce(out.reshape(-1) if self.placement.partial else out, mesh.shards)
         for axis in mesh.axes[:-1]:
             out = all_reduce(out, axis)
-        out = out.view(self.placement.local_shape) if self.placement.rows else out
         return (out / mesh.size).to(dtype or self.variable.dtype)
 
 
@@ -362,4 +361,4 @@ def like_leaf(leaf: Tensor, grad: Tensor) -> Tensor:
         return grad
     old = leaf.placement
     split = old.sharded or old.reading.gradient == "shard"
-    return Sharded(grad, replace(old, sharded=split))
+    return Sharded(grad, Placement(old.mesh, old.shape, split, old.reading, holders=old.holders))

@@ -18,11 +18,10 @@ from torch import Tensor
 from ..errors import LayoutError, ReadOnlyError
 from ..tensors.aten import map_tensors, named_arguments, tensors_in, written_arguments
 from ..tensors.op_table import row_of
-from .collectives import all_gather
 from .placement import Placement
 from .reductions import REDUCTIONS, norms
 
-__all__ = ["Sharded", "divided", "members_of", "placed", "refuse_at_rest", "rows_of", "shard_of", "title"]
+__all__ = ["Sharded", "placed", "refuse_at_rest", "shard_of", "title"]
 
 aten = torch.ops.aten
 
@@ -145,38 +144,6 @@ def placed(tensor: Any) -> Placement | None:
     return tensor.placement if isinstance(tensor, Sharded) else None
 
 
-def members_of(leaf: Any) -> Placement | None:
-    """Return the placement of a leaf of the members of a sweep, of which each rank holds some; None for any other."""
-    home = placed(leaf)
-    return home if home is not None and home.rows == "members" else None
-
-
-def rows_of(leaf: Any) -> Any:
-    """Return a leaf of members as the tensor of all of them, a collective; any other leaf as it is."""
-    home = members_of(leaf)
-    return leaf if home is None else all_gather(leaf.local.flatten(), home.mesh.shards).view(home.shape)
-
-
-def divided(rows: Tensor, home: Placement | None) -> Tensor:
-    """Return a leaf of members of which each rank keeps its own, placed like another one; as it is without a placement.
-
-    Raises:
-      LayoutError: If ranks would hold different numbers of members.
-    """
-    if home is None or isinstance(rows, Sharded):
-        return rows
-    new = replace(home, shape=tuple(rows.shape))
-    if len(rows) % new.pieces:
-        raise LayoutError.of(
-            "",
-            f"{len(rows)} members cannot be divided equally among {new.pieces} ranks.",
-            why="All ranks run one program, each on equally many members.",
-            fix=f"another number of members, such as {-(-len(rows) // new.pieces) * new.pieces}: `fcg.tree.take` may "
-            "repeat some; or keep those that do not count and train them no more, `active=`.",
-        )
-    return Sharded(new.own(rows), new)
-
-
 def refused(leaf: Sharded, what: str) -> LayoutError:
     """Return the error for a request that a shard alone cannot answer."""
     return LayoutError.of(
@@ -228,11 +195,11 @@ def shard_of(tensor: Tensor, like: Placement) -> Tensor:
     placement = placed(tensor)
     shape = tuple(tensor.shape)
     if placement is not None and placement.partial:
-        if (placement.mesh, shape, placement.holders, placement.rows) == (
+        if (placement.mesh, shape, placement.holders, placement.stacked) == (
             like.mesh,
             like.shape,
             like.holders,
-            like.rows,
+            like.stacked,
         ):
             local: Tensor = tensor.local  # type: ignore[attr-defined]
             if placement.sharded == like.sharded:
@@ -299,7 +266,7 @@ def _replicated(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], sourc
 
 
 def _viewed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], source: Sharded) -> Sharded:
-    if func is aten.view.dtype or source.placement.rows:
+    if func is aten.view.dtype or source.placement.stacked:
         raise refused(source, f"{func}, its memory in another form")
     shape = func(torch.empty(source.shape, device="meta"), *args[1:], **kwargs).shape
     old = source.placement

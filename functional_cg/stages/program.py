@@ -254,7 +254,6 @@ class Program:
       copied: Names of the inputs that it writes, each in a copy of its own.
       warnings: What calls of the library warn of.
       notes: What parts of the step say of themselves, such as the schedule of a pipeline; the same on all ranks.
-      swept: Whether calls are made for several members at once, and may sum in another order than those of one.
       reserved: How many numbers of variables and of storages its trace has given away.
     """
 
@@ -280,7 +279,6 @@ class Program:
     copied: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    swept: bool = False
     reserved: tuple[int, int] = (0, 0)
 
     @property

@@ -123,7 +123,7 @@ def entered(specs: Sequence[BufferSpec], slots: Sequence[Tensor]) -> list[Tensor
     """Return slots as the user's function sees them; a rank's own piece is an ordinary tensor."""
     return [
         slot
-        if spec.placement is None or spec.placement.rows == "ranks"
+        if spec.placement is None or spec.placement.stacked
         else Sharded(slot, replace(spec.placement, at_rest=False))
         for spec, slot in zip(specs, slots, strict=True)
     ]
@@ -152,7 +152,7 @@ def left(specs: Sequence[BufferSpec], treedef: Treedef, result: Any) -> Any:
         placement = spec.placement
         if placement is None or not isinstance(leaf, Tensor):
             continue
-        if placement.rows == "ranks" and not isinstance(leaf, Sharded) and tuple(leaf.shape) == spec.shape:
+        if placement.stacked and not isinstance(leaf, Sharded) and tuple(leaf.shape) == spec.shape:
             out[i] = Sharded(whole(leaf), placement)
         elif tuple(leaf.shape) == placement.shape:
             out[i] = Sharded(localized(spec, leaf), placement)

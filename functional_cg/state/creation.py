@@ -292,7 +292,7 @@ def _refuse(given: Any, params: Any, home: torch.device, *, gathers: bool) -> No
     rows = [
         f"{path_string(path, 'state')}  expected a whole tensor   got {BufferSpec.of(leaf)}"
         for path, leaf in pytree.flatten_with_path(whole)[0]
-        if isinstance(leaf, Sharded) and leaf.placement.partial and (gathers or not leaf.placement.rows)
+        if isinstance(leaf, Sharded) and leaf.placement.partial and (gathers or not leaf.placement.stacked)
     ]
     if rows:
         raise LayoutError.of(

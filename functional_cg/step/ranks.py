@@ -239,7 +239,7 @@ def _refuse_divergence(
             found = {axis: source for axis, source in known.items() if axis not in cut}
             if found:
                 rows.append(f"{name}  differs over {', '.join(found)}, by {next(iter(found.values()))}")
-            elif data and not (spec.placement is not None and spec.placement.rows):
+            elif data and not (spec.placement is not None and spec.placement.stacked):
                 patchworks.append(
                     f"{name}  each shard over {', '.join(data)} by its own {next(iter(data.values()))}"
                 )

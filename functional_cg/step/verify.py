@@ -26,7 +26,6 @@ from ..stages.trial.judge import Judge, miscompiled
 from ..state.arena import Arena, BufferSpec
 from ..state.boundary import entered, held
 from ..state.leaf import owned
-from ..tensors.aten import tensors_in
 from ..transforms.debug import Silence
 from .eager import evaluate
 from .lowered import Lowered
@@ -58,8 +57,7 @@ class Shadow:
         1e-3), so no fixed tolerance separates rounding from a bug. A compiled step is therefore compared in
         three ways: bit for bit, the replay with a direct run of the compiled function; bit for bit, the
         traced calls, run one by one, with the eager run; and up to rounding, which is measured, the compiled
-        function with the traced calls. The members of a sweep run one after another in the eager run, which is
-        compared up to rounding. ``debug_print`` and taps are silent in all runs but the replay.
+        function with the traced calls. ``debug_print`` and taps are silent in all runs but the replay.
 
         Raises:
           CaptureError: If results differ, naming the leaves and the call; or if the eager run raises.
@@ -69,42 +67,19 @@ class Shadow:
         call = replace(call, live=[tensor.clone() for tensor in call.live])
         got = replay()
         self._calls += 1
-
-        def fresh() -> Buffers:
-            return lowered.buffers(call, [arena.copy() for arena in before])[0]
-
         if lowered.plan.compiled:
+
+            def fresh() -> Buffers:
+                return lowered.buffers(call, [arena.copy() for arena in before])[0]
+
             result, outputs = self._rehearse(call, fresh(), lowered, lowered.plan)
             self._compare(call, result, "the compiled function run by itself", got)
             self._refuse_miscompiled(call, lowered, outputs, fresh())
             recorded, _ = self._rehearse(call, fresh(), lowered, lower_aten(lowered.program))
         else:
             recorded = got
-        eager = self._eager_run(call, before)
-        if lowered.program.swept:
-            eager = self._rounded(lowered, eager, recorded, fresh())
-        self._compare(call, eager, "the eager run", recorded)
+        self._compare(call, self._eager_run(call, before), "the eager run", recorded)
         return got
-
-    def _rounded(self, lowered: Lowered, eager: Any, recorded: Any, buffers: Buffers) -> Any:
-        """Return the eager run of a sweep, with the numbers of its calls where rounding explains the difference."""
-        (leaves, treedef), (others, found) = pytree.flatten(eager), pytree.flatten(recorded)
-        if found != treedef or list(map(_layout, leaves)) != list(map(_layout, others)):
-            return eager
-        state, metrics = eager if self._donates else ((), eager)
-        slots, tensors = ([*map(held, tensors_in(pytree.leaves(tree)))] for tree in (state, metrics))
-        expected = lowered.reference.values(buffers, on_host=True)
-        # Taps are silent in the eager run.
-        outputs = lowered.reference.made([*tensors, *expected[len(tensors) :]], slots)
-        judge = Judge(lowered.reference, partial(on_any, lowered.mesh, self._name))
-        names = {one.name for one in judge.compare(outputs, expected, buffers, lambda: None)}
-        pairs = zip(outputs, lowered.reference.outputs, strict=True)
-        kept = {id(value) for value, out in pairs if out.name in names}
-        return pytree.map(
-            lambda leaf, other: leaf if not _layout(leaf) or id(held(leaf)) in kept else other,
-            eager,
-            recorded,
-        )
 
     def _eager_run(self, call: Call, before: Sequence[Arena]) -> Any:
         slots = [arena.slots[s.start : s.stop] for s, arena in zip(call.states, before, strict=True)]
@@ -169,10 +144,6 @@ class Shadow:
             fix="look for kernels with hidden state or atomics (`torch.use_deterministic_algorithms(True)`), and "
             "for host values reached in ways that are not watched.",
         )
-
-
-def _layout(leaf: Any) -> Any:
-    return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None
 
 
 def _differences(root: str, expected: Any, got: Any) -> list[str]:

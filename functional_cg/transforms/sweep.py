@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
@@ -13,11 +12,9 @@ from torch import Tensor
 
 from .. import tree as pytree
 from ..ambient.running import running
-from ..ambient.setting import current_mesh, on_mesh
 from ..errors import LayoutError
 from ..messages.tracebacks import entry
-from ..shards.placement import Placement
-from ..shards.tensor import Sharded, members_of, placed, refuse_at_rest, rows_of
+from ..shards.tensor import placed
 from ..state.arena import BufferSpec
 from ..tree import path_string
 
@@ -38,7 +35,7 @@ def sweep(fn: Callable[..., Any], *, each: str | Collection[str] = ()) -> Callab
     Whatever differs between members is in their states: seeds, initial values, and hyperparameters of
     :class:`functional_cg.optim.inject_hyperparams`, which :func:`functional_cg.optim.set_hyperparams` sets for each.
     :func:`functional_cg.tree.stack` makes one state of many, and :func:`functional_cg.tree.take` returns a member, or
-    a selection of them in any order. :func:`functional_cg.sharding.members` divides them among the ranks of a mesh.
+    a selection of them in any order.
 
     The new function takes one more keyword argument, ``active``, bool[n]: members where it is false keep their state.
 
@@ -51,8 +48,8 @@ def sweep(fn: Callable[..., Any], *, each: str | Collection[str] = ()) -> Callab
       are not tensors are those of the first member.
     Raises:
       TypeError: If ``fn`` has no argument of a name in ``each``, or one called ``active``.
-      LayoutError: If arguments with the member axis have no common first dimension, or are sharded otherwise than by
-        ``sharding.members``, or if ``active`` is not bool[n], or is given and the new state is unlike the old one.
+      LayoutError: If arguments with the member axis have no common first dimension, or are on a mesh, or if ``active``
+        is not bool[n].
       CaptureError: If the function runs a pipeline, or a gradient is taken of the sweep: a member takes its own.
 
     Example:
@@ -97,38 +94,26 @@ def sweep(fn: Callable[..., Any], *, each: str | Collection[str] = ()) -> Callab
         names = [path_string(path[1:], of) for path, of in zip(treedef.paths(), owners, strict=True)]
         count = _members(name, [of == own[0] for of in owners], names, leaves)
         _check_active(name, active, count)
-        home = next(filter(None, map(members_of, leaves)), None)
-        held = [_held(leaf, home, count) for leaf in leaves]
         returned = _Returned()
 
         def of_one(tensors: Sequence[Tensor]) -> list[Tensor]:
             bound.arguments.update(pytree.unflatten(treedef, list(tensors)))
-            with on_mesh(current_mesh() if home is None else replace(home.mesh, axes=home.mesh.axes[:-1])):
-                return returned.keep(fn(*bound.args, **bound.kwargs))
+            return returned.keep(fn(*bound.args, **bound.kwargs))
 
-        out = returned.rebuilt(running().for_members(of_one, held, names, len(held[0])))
-        if active is None and home is None:
+        out = returned.rebuilt(running().for_members(of_one, leaves, names, count))
+        if active is None:
             return out
-        new, *rest = out if type(out) is tuple else (out,)
-        old = pytree.unflatten(treedef, held)[own[0]]
-        unlike = _unlike(old, new, own[0])
-        if active is not None:
-            if unlike:
-                raise LayoutError.of(
-                    name,
-                    "gets `active`, and returns no new state, of which members could keep the old one.",
-                    rows=unlike,
-                    fix="return a state of the shapes and dtypes of the old one; or leave `active` out, and of results "
-                    "select those that count.",
-                )
-            new = pytree.map(partial(_where, _held(active, home, count)), new, old)
-        if home is not None:
-            new = pytree.map(partial(_placed, home, count, gather=bool(unlike)), new)
-            rest = pytree.map(partial(_placed, home, count, gather=True), rest)
-        return (new, *rest) if type(out) is tuple else new
+        new, *rest = out if isinstance(out, tuple) else (out,)
+        if pytree.flatten(new)[1] != pytree.flatten(trees[own[0]])[1]:
+            raise LayoutError.of(
+                name,
+                "gets `active`, and returns no new state, of which members could keep the old one.",
+                fix="leave `active` out; of results, select those that count.",
+            )
+        new = pytree.map(partial(_where, active), new, trees[own[0]])
+        return (new, *rest) if isinstance(out, tuple) else new
 
     parameters = list(signature.parameters.values())
-    of_all.__name__ = name
     place = next((n for n, one in enumerate(parameters) if one.kind is one.VAR_KEYWORD), len(parameters))
     parameters.insert(place, inspect.Parameter(_ACTIVE, inspect.Parameter.KEYWORD_ONLY, default=None))
     of_all.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -151,42 +136,6 @@ class _Returned:
         return pytree.unflatten(self._treedef, leaves)
 
 
-def _held(leaf: Tensor, home: Placement | None, count: int) -> Tensor:
-    """Return the rows of the members that this rank holds; without a mesh, those of all."""
-    if isinstance(leaf, Sharded):
-        return leaf.local
-    return leaf if home is None or len(leaf) < count else replace(home, shape=tuple(leaf.shape)).own(leaf)
-
-
-def _placed(home: Placement, count: int, leaf: Any, *, gather: bool) -> Any:
-    """Return what this rank has computed for its members as a leaf of all members, or all of it on all ranks."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    placed = Sharded(leaf, replace(home, shape=(count, *leaf.shape[1:])))
-    if not gather:
-        return placed
-    refuse_at_rest([placed], "all of its members")
-    return rows_of(placed)
-
-
-def _unlike(old: Any, new: Any, name: str) -> list[str]:
-    """Return how a result differs from the state in structure, shapes and dtypes, one line each."""
-    leaves, treedef = pytree.flatten(old)
-    others, found = pytree.flatten(new)
-    if found != treedef:
-        return pytree.structure_diff(treedef, found, name)
-    titles = [[_title(leaf) for leaf in some] for some in (leaves, others)]
-    return [
-        f"{path_string(path, name)}  expected {one}   got {other}"
-        for path, one, other in zip(treedef.paths(), *titles, strict=True)
-        if one != other
-    ]
-
-
-def _title(value: Any) -> str:
-    return str(BufferSpec.of(value)) if isinstance(value, Tensor) else type(value).__name__
-
-
 def _where(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(active.view(-1, *[1] * (new.dim() - 1)), new, old)
 
@@ -195,10 +144,11 @@ def _check_active(function: str, active: Any, count: int) -> None:
     if active is None:
         return
     if not isinstance(active, Tensor) or active.dtype is not torch.bool or active.shape != (count,):
+        got = BufferSpec.of(active) if isinstance(active, Tensor) else type(active).__name__
         raise LayoutError.of(
             function,
             "is swept over members, and `active` does not say of each whether it is trained.",
-            rows=[f"active  expected bool[{count}]   got {_title(active)}"],
+            rows=[f"active  expected bool[{count}]   got {got}"],
             fix="`active=losses < 10`, one for each member.",
         )
 
@@ -219,15 +169,14 @@ def _members(function: str, is_state: Sequence[bool], names: Sequence[str], leav
     of_state = [size for size, one in zip(sizes, is_state, strict=True) if one] or sizes
     count = max(of_state, key=of_state.count, default=0)
     shown = count if count and 2 * of_state.count(count) > len(of_state) else "n"
-    home = next(filter(None, map(members_of, leaves)), None)
-    own = count if home is None else count // home.pieces  # an input may have those of this rank alone
     wrong = {
-        name: f"{name}  expected a tensor [{shown}, ...]   got {_title(leaf)}"
-        for name, leaf, size, of in zip(names, leaves, sizes, is_state, strict=True)
-        if size not in (count, count if of else own) or not count
+        name: f"{name}  expected a tensor [{shown}, ...]   got "
+        + (str(BufferSpec.of(leaf)) if isinstance(leaf, Tensor) else type(leaf).__name__)
+        for name, leaf, size in zip(names, leaves, sizes, strict=True)
+        if size != count or not count
     }
     if wrong or not count:
-        only_inputs = count and {*of_state} == {count}
+        only_inputs = wrong and {*of_state} == {count}
         raise LayoutError.of(
             function,
             "is swept over members, and its arguments have no common member axis.",
@@ -238,18 +187,13 @@ def _members(function: str, is_state: Sequence[bool], names: Sequence[str], leav
             if only_inputs
             else "`state = fcg.tree.stack([create(seed) for seed in range(16)])`.",
         )
-    cut = [
-        name
-        for name, leaf, of in zip(names, leaves, is_state, strict=True)
-        if members_of(leaf) is None and (placed(leaf) is not None or (of and home is not None))
-    ]
-    if cut:
+    on_mesh = [name for name, leaf in zip(names, leaves, strict=True) if placed(leaf) is not None]
+    if on_mesh:
         raise LayoutError.of(
             function,
-            "is swept over members on a mesh, and a leaf is not divided by members.",
-            rows=cut,
-            why="Each rank holds all leaves of its own members, and computes them alone.",
-            fix="`state = fcg.sharding.members(mesh, create, 16)`, of `create(number)` without a mesh; new values "
-            "by `fcg.tree.at(lambda s: s.key, state, keys)`.",
+            "is swept over members of a state on a mesh.",
+            rows=on_mesh,
+            why="A leaf is cut over ranks or over members.",
+            fix="a state of its own members on each rank, without a mesh.",
         )
     return count

@@ -3,7 +3,7 @@
 The function runs on tensors of one member and makes the calls of a single run. Each of them is then made once more, on
 the tensors of all members, by torch's batching rules (``torch.func.vmap``): the member axis comes first. So whatever a
 single step may do, a step of many may do, gradients and fused optimizers included. A call without a batching rule is
-made for each member. The calls of a single member stay as they are.
+made for each member.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from torch import Tensor
 
 from ...ambient.running import OwnWork
 from ...errors import CaptureError
-from ...shards.collectives import ALL_REDUCE, WAIT, is_collective
 from ...state.arena import BufferSpec
 from ...tensors.aten import only_batching_rules
 from ...tensors.op_table import row_of
 from ..blocks import Blocks
-from ..evaluate import AS_STRIDED, assigned, evaluate
+from ..evaluate import AS_STRIDED, assigned
 from ..fx_passes.rounding import HALF
 from ..passes.formulas import FORMULAS
 from ..passes.fused import at_places, group_size
@@ -39,7 +38,6 @@ _aten = torch.ops.aten
 _VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
 # torch's rules for them are wrong: one fills a tensor that all members share, the other counts places from the first.
 _ONE_BY_ONE = frozenset({_aten.index_fill.int_Tensor, _aten.as_strided_scatter.default})
-_AT_ONCE = frozenset({ALL_REDUCE, WAIT})  # the same for all members as for one
 _SELECTS = frozenset({"condition", "mask"})  # arguments that choose, and are not computed with
 
 
@@ -127,7 +125,6 @@ def for_members(
     ]
     named = ", ".join(f"{name} ({times})" for name, times in members.repeated.most_common())
     but = f", but for calls without a batching rule: {named}" if named else ""
-    program.swept |= count > 1
     recorder.announce(f"{count} members: one call for all{but}")
     return out
 
@@ -202,9 +199,7 @@ class _Members:
         self, recorder: _Recorder, calls: Sequence[Instr], given: Mapping[Var, Tensor], count: int
     ) -> None:
         self.repeated: Counter[str] = Counter()
-        self._recorder, self._given, self._count = recorder, given, count
-        self._alone = count == 1  # its values are kept without the member axis
-        self._values = {var: tensor[0] if self._alone else tensor for var, tensor in given.items()}
+        self._recorder, self._values, self._count = recorder, dict(given), count
         self._shared = recorder.variables.tensors()
         self._written = written_storages(calls)
         self._own = _own_storages(calls, {var.storage for var in given})
@@ -215,15 +210,8 @@ class _Members:
 
     def of(self, var: Var) -> Tensor:
         """Return the values of all members; one that all share is repeated."""
-        if var in self._given:
-            return self._given[var]
         value = self._value(var)
-        if self._alone:
-            return value[None]
-        return value if var.storage in self._own else self._for_each(value)
-
-    def _for_each(self, value: Tensor) -> Tensor:
-        return value.clone() if self._alone else value.expand(self._count, *value.shape).clone()
+        return value if var.storage in self._own else value.expand(self._count, *value.shape).clone()
 
     def like(self, tensor: Tensor) -> Tensor:
         """Return what takes the place of a tensor of one member."""
@@ -237,10 +225,8 @@ class _Members:
             made = dict(assigned(call.out, _run(call, self._value)))
             for var, value in made.items():
                 if var.storage in self._own and value is not None:  # a member writes into it
-                    value = self._for_each(value)
+                    value = value.expand(self._count, *value.shape).clone()
                 self._values[var] = value
-        elif self._alone or call.op in _AT_ONCE:
-            self._values.update(assigned(call.out, evaluate(call, self._value)))
         elif call.op is AS_STRIDED:
             source, size, stride, *offset = call.args
             value = self._value(source)
@@ -274,7 +260,7 @@ class _Members:
         if var not in self._values:
             value = self._shared[var]
             if var.storage in self._own:  # a literal that each member writes into
-                value = self._for_each(value)
+                value = value.expand(self._count, *value.shape).clone()
             self._values[var] = value
         return self._values[var]
 
@@ -366,8 +352,7 @@ class _Members:
 
             pairs = [*assigned(call.out, _run(call, value))]
             made = [var for var, one in pairs if one is not None]
-            results = [one for _, one in pairs if one is not None]
-            columns.append(list(map(WAIT, results)) if is_collective(call.op) else results)
+            columns.append([one for _, one in pairs if one is not None])
         written = {var for var in made if var in call.writes}
         stacked = zip(made, zip(*columns, strict=True), strict=True)
         return {var: self._values[var] if var in written else torch.stack(column) for var, column in stacked}
