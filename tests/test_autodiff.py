@@ -101,6 +101,8 @@ def test_value_that_depends_on_nothing_gives_zeros_and_a_warning() -> None:
         value, grads = fcg.value_and_grad(lambda w: torch.tensor(3.0))(torch.ones(2))
     assert value.item() == 3.0
     assert torch.equal(grads, torch.zeros(2))
+    with pytest.warns(UserWarning, match="compute it with its first argument"):  # it has no signature
+        fcg.value_and_grad(torch.zeros_like)(torch.tensor(3.0))
 
 
 def test_empty_params_are_fine() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_cg as fcg
-from functional_cg.testing import assert_trees_all_equal
+from functional_cg.testing import Simulator, assert_trees_all_equal
 
 ROWS, WIDTH, FEW = 7, 3, 4
 State = dict[str, Tensor]
@@ -84,10 +84,15 @@ def step_of(writes: list[Write], others: list[Write], seen: set[str]) -> Any:
             "whole": lambda: table,
             "branch": lambda: table.index_fill(0, batch["at"][:2], 1.0).sum(),
         }
-        return {"table": table, "other": other}, {
+        metrics = {
             "moved": moved,
             **{name: values[name]() for name in sorted(seen & values.keys())},
         }
+        if "copy" in seen:
+            table = table.clone()
+        if "moved over" in seen:
+            other = state["table"]
+        return {"table": table, "other": other}, metrics
 
     return step
 
@@ -132,9 +137,12 @@ def assert_as_eager(step: Any, calls: int = 16) -> None:
 @example([Write("index_copy", "other", copy=False)], [Write("index_add", "old", copy=False)], {"view"})
 @example([Write("index_copy", "batch", copy=False)], [], {"copy"})
 @example([Write("index_copy", "batch", copy=False)], [], {"moved over"})
+@example([Write("index_copy", "batch", copy=False)], [Write("index_add", "old", copy=False)], {"whole"})
 @given(st.lists(WRITE, min_size=1, max_size=3), st.lists(WRITE, max_size=2), SEEN)
 def test_the_bits_are_those_of_a_copy(writes: list[Write], others: list[Write], seen: set[str]) -> None:
-    assert_as_eager(fcg.graph_step(step_of(writes, others, seen)), calls=3)
+    step = step_of(writes, others, seen)
+    assert_as_eager(fcg.graph_step(step), calls=3)
+    assert_as_eager(fcg.graph_step(step, backend=Simulator(), branches=2), calls=3)
 
 
 @pytest.mark.parametrize("op", WRITES)

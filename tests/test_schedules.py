@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -333,6 +333,7 @@ def test_a_plateau_is_that_of_optax(losses: list[float], numbers: Any) -> None:
     rtol=st.floats(0, 0.9),
     atol=st.floats(0, 2),
 )
+@example([-4.0, -3.9], 0.5, 0.0)
 def test_the_best_loss_of_a_plateau_falls_by_the_tolerance_or_stays(
     losses: list[float], rtol: float, atol: float
 ) -> None:

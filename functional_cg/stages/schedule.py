@@ -98,6 +98,8 @@ def _move_fused(program: Program, plan: Schedule, which: Collection[Instr] | Non
             groups.append((chain, {chain[0].args[0]}))
     # A call must not read what any of them writes, nor what the rest of the head writes: these would be new values.
     written = {var.storage for _, own in groups for var in own}
+    # Slots for a warm-up share memory, and torch refuses to replace elements by those of the same memory.
+    sharing = {slot.storage for slot in program.slots if slot.spec.dtype.is_floating_point}
     last = {var.storage: number for number, instr in enumerate(plan.head) for var in instr.writes}
     places = {instr: number for number, instr in enumerate(plan.head)}
     moved: dict[Instr, Instr] = {}
@@ -105,8 +107,9 @@ def _move_fused(program: Program, plan: Schedule, which: Collection[Instr] | Non
     for calls, own in groups:
         writers = [instr for instr in calls if written_pairs(instr)]
         reads = [(places[instr], var.storage) for instr in writers for var in read_arguments(instr)]
+        apart = written | sharing if replaces_some(writers[0]) else written
         if (which is None or all(instr in which for instr in calls)) and all(
-            one not in written and last.get(one, -1) <= number for number, one in reads
+            one not in apart and last.get(one, -1) <= number for number, one in reads
         ):
             moved |= {one: _on_slot(one, *own) if replaces_some(one) else one for one in writers}
             dropped.update(calls)

@@ -213,10 +213,13 @@ def _refuse_transforms(name: str) -> None:
 
 def _warn_of_zeros(name: str, fn: Callable[..., Any]) -> None:
     """Warn that a value has no gradient; in a trace, when it ends."""
-    first = next(iter(signature(fn).parameters))
+    try:
+        first = f"`{next(iter(signature(fn).parameters))}`"
+    except ValueError:  # torch's own functions have no signature
+        first = "its first argument"
     text = (
         f"`{name}`: its value depends on no leaf of its first argument, so all gradients are zero{at_here()}.\n"
-        f"To fix: compute it with `{first}`, not with the state from outside, and without `.detach()`, "
+        f"To fix: compute it with {first}, not with the state from outside, and without `.detach()`, "
         "`torch.no_grad()` or `.item()` in between."
     )
     work = running().work

@@ -801,7 +801,7 @@ SILENT = (
     Mutant(
         "N264",
         "rows of a leaf are written in place although what is written reads that leaf, or another one that is",
-        (("            one not in written and last.get(", "            last.get("),),
+        (("            one not in apart and last.get(", "            last.get("),),
         ("tests/test_rows_in_place.py::test_the_bits_are_those_of_a_copy",),
         no_gpu="the schedule is made on the host",
     ),
